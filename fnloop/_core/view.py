@@ -320,15 +320,9 @@ def _set_flags(tables: Sequence[dict[str, object]], flags: Iterable[object]) -> 
 
 
 @contextlib.contextmanager
-def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
-    """View a model as in an evaluation, with draws that are a function of the seed.
-
-    Args:
-        state: the state.
-        together: whether every process is here.
-    """
-    seen = view(state, "evaluation", together=together)
-    with isolated(state.backend.device), seen as model:
+def _evaluating(state: TrainState) -> Iterator[nn.Module]:
+    """View a model as in an evaluation, with draws that are a function of the seed."""
+    with isolated(state.backend.device), view(state, "evaluation", together=False) as model:
         seed_all(fold_in(state.seed, COMPUTE))
         yield model
 
@@ -371,4 +365,4 @@ def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module
         block.
     """
     check_not_stale(state, "evaluating")
-    return as_evaluated(state, together=False)
+    return _evaluating(state)

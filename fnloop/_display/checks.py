@@ -197,11 +197,8 @@ def flag(owner: str, name: str, value: object, meaning: str = "") -> bool:
     Raises:
         TypeError: it is not.
     """
-    value = plain(value)
-    if not isinstance(value, bool):
-        of = f", {meaning}" if meaning else ""
-        raise TypeError(f"{owner} expects {name} as True or False{of}; got {describe(value)}")
-    return value
+    of = f", {meaning}" if meaning else ""
+    return instance(owner, name, plain(value), bool, f"True or False{of}")
 
 
 def choice(owner: str, name: str, value: str, options: Iterable[str], also: str = "") -> str:
@@ -224,9 +221,7 @@ def text(owner: str, name: str, value: str, meaning: str) -> str:
         TypeError: it is not a str.
         ValueError: it is empty.
     """
-    if not isinstance(value, str):
-        raise TypeError(f"{owner} expects {name} as {meaning}, a str; got {describe(value)}")
-    if not value:
+    if not instance(owner, name, value, str, f"{meaning}, a str"):
         raise ValueError(f"{owner} expects {name} as {meaning}; got an empty str")
     return value
 
@@ -261,9 +256,7 @@ def mapping(
     Raises:
         TypeError: it is not.
     """
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{owner} expects {name} as a mapping, {meaning}; got {describe(value)}")
-    return value
+    return instance(owner, name, value, Mapping, f"a mapping, {meaning}")
 
 
 def instance(owner: str, name: str, value: object, kind: type[T], meaning: str) -> T:

@@ -14,11 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fnloop._backend import torch_compat
-from fnloop._core.state import Ownership, StaleStateError, TrainState, current_parameters
+from fnloop._core.state import StaleStateError, TrainState
 from fnloop._core.types import LossFn, Middleware, Output, Step, skip
-from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import Batch, Call, all_parameters, checks, name_of, optimizers, refuse
+from fnloop._step.pipeline import pipeline
+from fnloop.extend import (
+    Batch,
+    Call,
+    Ownership,
+    PipelineStep,
+    all_parameters,
+    check_not_stale,
+    checks,
+    name_of,
+    optimizers,
+    refuse,
+    torch_compat,
+)
 
 RawFn = Callable[[TrainState, Batch], Output]
 
@@ -154,6 +165,17 @@ class _StepOfFunction(PipelineStep):
         if loaders and self.evaluated_by is None:
             raise ValueError(f"{self!r} {self._no_evaluation()}: {checks.join_names(loaders)}")
 
+    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
+        __tracebackhide__ = True
+        self._refuse_stack(state)
+        if not evaluation:
+            refuse(state, repr(self), **self._cannot())
+        return super().init_slots(state, evaluation=evaluation)
+
+    def _cannot(self) -> dict[str, str]:
+        """Return with what it cannot train, and why: arguments of :func:`refuse`."""
+        raise NotImplementedError
+
     def _refuse_to_evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
         raise ValueError(f"{self!r} {self._no_evaluation()}")
 
@@ -194,7 +216,8 @@ class RawStep(_StepOfFunction):
     def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Call the function, and count its update."""
         __tracebackhide__ = True
-        params = current_parameters(state, beginning=True).found
+        check_not_stale(state)
+        params = all_parameters(state)
         for p in params:
             p.grad = None
         Ownership.give_up(state)  # the function may change the parameters at any time
@@ -216,19 +239,12 @@ class RawStep(_StepOfFunction):
     def _check_optimizers(self, state: TrainState) -> None:
         """Do nothing: the function says which optimizers update."""
 
-    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
-        __tracebackhide__ = True
-        self._refuse_stack(state)
-        if not evaluation:
-            its = "it runs its own backward, so no other step can sum its gradients in a tree"
-            refuse(
-                state,
-                repr(self),
-                exact=f"{its}. Leave exact=True out",
-                several=f"{self.name} runs its own backward, so the gradients of several "
-                "would not be averaged",
-            )
-        return super().init_slots(state, evaluation=evaluation)
+    def _cannot(self) -> dict[str, str]:
+        its = "it runs its own backward, so no other step can sum its gradients in a tree"
+        own = (
+            f"{self.name} runs its own backward, so the gradients of several would not be averaged"
+        )
+        return {"exact": f"{its}. Leave exact=True out", "several": own}
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
         core, rings = super()._shown()
@@ -307,14 +323,10 @@ class GradientStep(_StepOfFunction):
         loss = _WithGradients.apply(out.loss.detach(), gradients, *leaves)
         return state, attrs.evolve(out, loss=loss)
 
-    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
-        __tracebackhide__ = True
-        self._refuse_stack(state)
-        if not evaluation:
-            averages = "averages gradients in a backward, before they can be weighed"
-            why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
-            refuse(state, repr(self), sharded=why)
-        return super().init_slots(state, evaluation=evaluation)
+    def _cannot(self) -> dict[str, str]:
+        averages = "averages gradients in a backward, before they can be weighed"
+        why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
+        return {"sharded": why}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, NoReturn, Protocol, Self
+from typing import NoReturn, Protocol, Self
 
 import attrs
 
@@ -624,7 +624,7 @@ class Clock:
 
     def has_passed(self, seconds: float, state: TrainState) -> bool:
         """Return whether a number of seconds has passed since it was last due. If so, it is now."""
-        now = (state.run or RunInfo()).live.clock()
+        now = RunInfo.now(state.run)
         if self.last is None:
             self.last = now
         if now - self.last < seconds:
@@ -655,6 +655,14 @@ class Moment(ABC):
     Write :meth:`due`. A moment that is not due until some update says so, by :meth:`quiet_until`:
     then a run asks it no sooner.
 
+    Attributes:
+        outside: the events at which it may be due besides those of an update: "start", "end".
+        excludes_end: whether it is not due where it otherwise would be, because the run ends there.
+        monitors: the metrics that it depends on.
+        ranks: the metric whose best it goes by; or None.
+        clocks: the clocks of what counts seconds in it.
+        counts_items: whether it uses ``state.items``, which a run then reads after each update.
+
     Raises:
         TypeError: when called or combined: it gets something else than one hook, or than a moment.
 
@@ -674,6 +682,13 @@ class Moment(ABC):
         4
     """
 
+    outside: frozenset[str] = frozenset()
+    excludes_end: bool = False
+    monitors: tuple[str, ...] = ()
+    ranks: Monitored | None = None
+    clocks: tuple[Clock, ...] = ()
+    counts_items: bool = False
+
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         if _is_elsewhere(cls):
@@ -690,21 +705,6 @@ class Moment(ABC):
                 _refuse_positional(cls.__name__, given[0], [each.name for each in taken])
         checks.arguments(cls.__name__, cls.__init__, given, settings)
         return super().__new__(cls)
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update: "start", "end"."""
-        return frozenset()
-
-    @property
-    def excludes_end(self) -> bool:
-        """Whether it is not due where it otherwise would be, because the run ends there."""
-        return False
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that this depends on."""
-        return ()
 
     @abstractmethod
     def due(self, state: TrainState) -> bool:
@@ -734,16 +734,6 @@ class Moment(ABC):
     def renew(self) -> Moment:
         """Return a moment with a clock of its own, if it has one."""
         return self
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """The clocks of what counts seconds in it."""
-        return ()
-
-    @property
-    def counts_items(self) -> bool:
-        """Whether it uses ``state.items``, which a run then reads after each update."""
-        return False
 
     @staticmethod
     def asked_first(owner: str, moment: Trigger, hook: str) -> Moment:
@@ -810,9 +800,6 @@ class _LiftedMoment(Moment):
 
     trigger: Trigger
 
-    outside: ClassVar[frozenset[str]] = frozenset()  # pyright: ignore[reportIncompatibleMethodOverride]
-    monitors: ClassVar[tuple[str, ...]] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
-
     def __attrs_post_init__(self) -> None:
         _adopt(self, self.trigger, ("quiet_until", "check", "outside", "monitors"))
 
@@ -834,31 +821,20 @@ def as_moment(trigger: Trigger) -> Moment:
     return trigger if isinstance(trigger, Moment) else _LiftedMoment(trigger)
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class ConditionalHook(Wrapper):
     """A hook that runs only at the boundaries of a trigger."""
 
     trigger: Moment
     hook: Hook
 
-    @property
-    def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Its trigger."""
-        return (self.trigger,)
+    def __attrs_post_init__(self) -> None:
+        trigger = self.trigger
+        self.moments, self.monitors, self.ranks = (trigger,), trigger.monitors, trigger.ranks
 
     @property
     def __name__(self) -> str:  # in messages about its metrics
         return repr(self.trigger)
-
-    @property
-    def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metrics that the trigger depends on."""
-        return self.trigger.monitors
-
-    @property
-    def ranks(self) -> Monitored | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What the trigger ranks by, if it is ``when_improved``."""
-        return self.trigger.ranks if isinstance(self.trigger, when_improved) else None
 
     def __repr__(self) -> str:
         return show_call(self.trigger, name_of(self.hook))
@@ -886,22 +862,15 @@ class ConditionalHook(Wrapper):
 class _Outside(Moment):
     """The moment of an event at which there is no update."""
 
-    _event = ""
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update."""
-        return frozenset({self._event})
-
     def due(self, state: TrainState) -> bool:
         """Return whether this boundary is one of the event."""
-        return self._event in state.events
+        return not self.outside.isdisjoint(state.events)
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, slots=False)
 class at_start(_Outside):
     """The moment before the first update of a state at step 0: ``at_start()(hook)``.
 
@@ -922,10 +891,10 @@ class at_start(_Outside):
         (0.0, -2.0)
     """
 
-    _event = START
+    outside = frozenset({START})
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, slots=False)
 class at_end(_Outside):
     """The moment at which a run ends: ``at_end()(hook)``.
 
@@ -947,43 +916,25 @@ class at_end(_Outside):
         3
     """
 
-    _event = END
+    outside = frozenset({END})
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class _Compound(Moment):
     parts: tuple[Moment, ...]
+
+    def __attrs_post_init__(self) -> None:
+        self.outside = frozenset().union(*(part.outside for part in self.parts))
+        self.excludes_end = any(part.excludes_end for part in self.parts)
+        self.monitors = sum((part.monitors for part in self.parts), ())
+        self.clocks = sum((part.clocks for part in self.parts), ())
+        self.counts_items = any(part.counts_items for part in self.parts)
 
     def __repr__(self) -> str:
         parts = (f"({part!r})" if _is_compound(part) else repr(part) for part in self.parts)
         return f" {self._symbol} ".join(parts)
 
     _symbol = ""
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which a part may be due besides those of an update."""
-        return frozenset().union(*(part.outside for part in self.parts))
-
-    @property
-    def excludes_end(self) -> bool:
-        """Whether a part is not due where the run ends."""
-        return any(part.excludes_end for part in self.parts)
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """Those of the parts."""
-        return sum((part.clocks for part in self.parts), ())
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that a part depends on."""
-        return sum((part.monitors for part in self.parts), ())
-
-    @property
-    def counts_items(self) -> bool:
-        """Whether a part does."""
-        return any(part.counts_items for part in self.parts)
 
     def check(self, run: RunInfo) -> None:
         """Begin a run: for every part."""
@@ -1018,22 +969,18 @@ class _All(_Compound):
 class _Not(_Compound):
     _symbol = "~"
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        # It is due at updates only, and not where the run ends if its part is due there.
+        self.excludes_end |= END in self.outside
+        self.outside = frozenset()
+
     def __invert__(self) -> Moment:
         return self.parts[0]
 
     def __repr__(self) -> str:
         (part,) = self.parts
         return f"~({part!r})" if _is_compound(part) else f"~{part!r}"
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """None: it is due at updates only."""
-        return frozenset()
-
-    @property
-    def excludes_end(self) -> bool:
-        """Whether it is not due where the run ends, because the part is."""
-        return END in self.parts[0].outside or self.parts[0].excludes_end
 
     def due(self, state: TrainState) -> bool:
         """Return whether the part is not due at this update; False at the start."""
@@ -1095,7 +1042,7 @@ def check_hook(hook: HookFn, owner: str) -> Hook:
 SMALLEST_FRACTION = 1e-6  # of an epoch
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class every(Moment):
     """Run a hook periodically: ``every(epochs=1)(hook)``.
 
@@ -1136,7 +1083,6 @@ class every(Moment):
     steps: int | None = attrs.field(default=None, kw_only=True)
     items: int | None = attrs.field(default=None, kw_only=True)
     seconds: float | None = attrs.field(default=None, kw_only=True)
-    _clock: Clock = attrs.field(factory=lambda: Clock(), init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         given = self._given()
@@ -1151,7 +1097,8 @@ class every(Moment):
             )
         ((name, value),) = given.items()
         value = checks.number("every", name, value, above=0)
-        object.__setattr__(self, name, value)
+        setattr(self, name, value)
+        self.clocks, self.counts_items = (Clock(),) * (name == "seconds"), name == "items"
         if name in ("steps", "items") and not isinstance(value, int):
             part = ". For a part of an epoch, write every(epochs=0.25)" if name == "steps" else ""
             raise ValueError(f"every expects {name} as an int; got {value!r}{part}")
@@ -1174,22 +1121,12 @@ class every(Moment):
         ((name, value),) = self._given().items()
         return f"every({name}={value})"
 
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """When it was last due, if it counts seconds."""
-        return () if self.seconds is None else (self._clock,)
-
-    @property
-    def counts_items(self) -> bool:
-        """Whether it counts items."""
-        return self.items is not None
-
     def renew(self) -> every:
         """Return a copy with a clock of its own, if it has one."""
         if not self.clocks:
             return self
         copied = copy.copy(self)
-        object.__setattr__(copied, "_clock", Clock())
+        copied.clocks = (Clock(),)
         return copied
 
     def check(self, run: RunInfo) -> None:
@@ -1198,7 +1135,8 @@ class every(Moment):
         Raises:
             ValueError: this is a fraction of an epoch, and the training loader has no length.
         """
-        self._clock.last = None  # unless the state knows better
+        for clock in self.clocks:
+            clock.last = None  # unless the state knows better
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             varies = run.batches_per_epoch is not None
             why = "tbptt varies it" if varies else "the training loader has no length"
@@ -1217,7 +1155,7 @@ class every(Moment):
             before, items = items_of_call(state)
             return items // self.items > before // self.items
         if self.seconds is not None:
-            return self._clock.has_passed(self.seconds, state)
+            return self.clocks[0].has_passed(self.seconds, state)
         if EPOCH in state.events:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
@@ -1292,7 +1230,7 @@ class when(Moment):
         return START not in state.events and bool(self.predicate(state))
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class once(Wrapper):
     """Run a hook the first time that it is called, and never again: ``when(...)(once(hook))``.
 
@@ -1332,19 +1270,16 @@ class once(Wrapper):
                 "once counts each call, due or not: "
                 f"write {show_call(self.hook.trigger, f'once({name_of(self.hook.hook)})')}"
             )
-        if self.name is None and _definition_of(self.hook) is None:
+        name = self.name or _definition_of(self.hook)
+        if name is None:
             raise TypeError(
                 f"{self!r} cannot be identified in another process: give it a name, once(hook, "
                 "name=...)"
             )
+        self.slot: str = f"once:{name}"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __repr__(self) -> str:
         return f"once({name_of(self.hook)})"
-
-    @property
-    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The name of the slot that says that the hook has run."""
-        return f"once:{self.name or _definition_of(self.hook)}"
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
@@ -1399,10 +1334,8 @@ def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # Run a hook whenever a metric is better than ever before.
 
-OWNER = "when_improved"
 
-
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class when_improved(Moment):
     """Run a hook when a metric is better than ever before: ``when_improved("valid/loss")(hook)``.
 
@@ -1443,20 +1376,13 @@ class when_improved(Moment):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
-    ranks: Monitored = attrs.field(init=False, eq=False)
-    _best: Fold = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "ranks", Monitored(OWNER, self.key, self.mode, self.since))
-        object.__setattr__(self, "_best", Fold(self._better_of, None))
+        self.ranks: Monitored = Monitored("when_improved", self.key, self.mode, self.since)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.monitors, self._best = (self.key,), Fold(self._better_of, None)
 
     def __repr__(self) -> str:
         return repr(Call.of(when_improved, self))
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that this depends on."""
-        return (self.key,)
 
     def due(self, state: TrainState) -> bool:
         """Return whether this boundary added a record with a new best value."""

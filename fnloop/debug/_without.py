@@ -42,6 +42,7 @@ from fnloop.debug._replay import (
 from fnloop.extend import (
     Batch,
     PipelineStep,
+    Reader,
     Rehearsal,
     checks,
     containers,
@@ -145,9 +146,8 @@ def without(
         raise NotImplementedError(
             "without works in one process: call it in a script that is started without torchrun"
         )
-    leaves = tried[0].source(state).reader.leaves()
-    once = next((one for one in leaves if isinstance(one, Iterator)), None)
-    if once is not None:
+    train = tried[0].loaders["train"]
+    for once in (leaf for leaf in Reader.of(train).leaves() if isinstance(leaf, Iterator)):
         raise ValueError(
             f"without reads the training loader twice, and {checks.describe(once)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"

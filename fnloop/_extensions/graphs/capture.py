@@ -380,7 +380,7 @@ class GraphedStep:
 
 
 _SAME = {  # fields of a state that are the same in every update of a graph
-    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases")
+    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases", "parameters")
 }
 
 
@@ -392,9 +392,9 @@ def _tracing_copy(state: TrainState, slots: TrackedSlots) -> TrainState:
         slots: its slots. What else may change from update to update has a placeholder.
     """
     changing: dict[str, Any] = {
-        field.alias: TracerProxy(field.name.lstrip("_"))
+        field.alias: TracerProxy(field.alias)
         for field in attrs.fields(TrainState)
-        if field.name not in _SAME
+        if field.alias not in _SAME
     }
     changing["counted"] = TracerProxy("items")
     changing["updates"] = {name: TracerProxy(f"updates[{name!r}]") for name in state.updates}

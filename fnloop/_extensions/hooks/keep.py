@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 import os
@@ -219,11 +218,11 @@ class checkpoint(BuiltIn):
         return Monitored("checkpoint", self.best, self.mode, self.since)
 
     def __repr__(self) -> str:
-        best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
-        since = f", since={self.since!r}" if self.since != "phase" else ""
-        only = f", only={self.parts!r}" if self.parts != PARTS else ""
-        named = f", named={self.named!r}" if self.named else ""
-        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{since}{only}{named})"
+        given = {"best": self.best, "mode": self.best and self.mode, "since": self.since}
+        given |= {"only": self.parts, "named": self.named}
+        usual = {"best": None, "mode": None, "since": "phase", "only": PARTS, "named": ()}
+        changed = {name: value for name, value in given.items() if value != usual[name]}
+        return repr(Call(checkpoint, (self._typed,), {"keep": self.keep, **changed}))
 
     # --- called by the run
 
@@ -273,7 +272,7 @@ class checkpoint(BuiltIn):
             self.check_metrics(state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
-            self._awaits_metric = not self._has_metric(state)
+            self._awaits_metric = self.best is not None and self.best not in metrics_here(state)
             self._position = position_of(state)
             self._tell(state)  # before it is saved: then a run that is killed has told it
         # A run that is resumed would call the hooks again that were still to be called.
@@ -308,7 +307,8 @@ class checkpoint(BuiltIn):
         if self._error is not None:
             self._wait()
         self._place.check()
-        return self(state) if self._awaits_metric and self._has_metric(state) else state
+        awaited = self._awaits_metric and self.best in metrics_here(state)
+        return self(state) if awaited else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Save the state if it is not saved yet, and wait until it is written."""
@@ -342,22 +342,16 @@ class checkpoint(BuiltIn):
         finally:
             self._place.end()
 
-    # --- the metric that ranks
-
-    def _has_metric(self, state: TrainState) -> bool:
-        """Return whether the metric was measured at this boundary, or none was asked for."""
-        return self.best is None or self.best in metrics_here(state)
-
     # --- writing
 
     def _claim(self, state: TrainState) -> bool:
         """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
         self._place.claim(self.folder, state.run_id)
-        if (newest := self._files.newest()) is None:
-            self._position = None
+        newest = self._files.newest()
+        self._position = None if newest is None else newest["position"]
+        if newest is None or self.best is None:
             return False
-        self._position = newest["position"]
-        return self.best is not None and self.best not in newest["measured"]
+        return self.best not in newest["measured"]
 
     def _save(self, state: TrainState) -> None:
         contents, history = self._collect(state), state.history
@@ -424,14 +418,9 @@ class checkpoint(BuiltIn):
             contents: what was written.
             at: the folder of its files at the address, if they are there already.
         """
-        run = contents.facts["run"]
-        tidy = functools.partial(self._tidy, written, run)
+        run, best = contents.facts["run"], (self.best, self.mode, self.keep_best, self.since)
+        tidy = lambda counts: self._files.prune(written, run, self.keep, *best, counts)
         self._place.keep(written, run, at, tidy, self.background)
-
-    def _tidy(self, written: Path, run: str, counts: Callable[[Path], bool]) -> None:
-        """Remove what a checkpoint that was written replaces."""
-        best = self.best, self.mode, self.keep_best, self.since
-        self._files.prune(written, run, self.keep, *best, counts)
 
     # --- writing by all processes
 
@@ -522,8 +511,10 @@ _BEST: object = {
     "averages?": {"*": {"count": COUNT, "tensors": {"*": lambda v: isinstance(v, Tensor)}}},
 }
 
+_NOTHING: _Weights = {"value": math.nan, "weights": None, "ended": None}  # the best before any
 
-@attrs.frozen(repr=False)
+
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class restore_best(BuiltIn):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
@@ -582,23 +573,14 @@ class restore_best(BuiltIn):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
-    ranks: Monitored = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "ranks", Monitored(OWNER, self.key, self.mode, self.since))
+        self.ranks: Monitored = Monitored(OWNER, self.key, self.mode, self.since)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.slot: str = f"{OWNER}({self.key})"  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.monitors = self.key
 
     def __repr__(self) -> str:
         return repr(Call.of(restore_best, self))
-
-    @property
-    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric that decides."""
-        return self.key
-
-    @property
-    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The name of the slot with the best weights so far."""
-        return f"{OWNER}({self.key})"
 
     # --- called by the run
 
@@ -622,13 +604,13 @@ class restore_best(BuiltIn):
             CheckpointError: what a checkpoint had in their place is something else.
         """
         best, first = self._best(state), self.ranks.first(state)
-        if best is not None:  # it may be from a checkpoint
+        if self.slot in state.slots:  # it may be from a checkpoint
             check_shape(best, _BEST, f'state.slots["{self.slot}"]')
-        if best is not None and best.get("first", 0) < first:
-            best = None  # of an earlier phase
-        if best is not None and best["weights"] is not None:
+        if best.get("first", 0) < first:
+            best = _NOTHING  # of an earlier phase
+        if best["weights"] is not None:
             kept = {**best, "weights": _fit_to(state, best["weights"], self.slot)}
-        elif best is not None and best["ended"] == [state.step, state.skipped]:
+        elif best["ended"] == [state.step, state.skipped]:
             kept = {**best, **_copy_weights(state)}  # the run that ended has put them back
         else:
             self._warn_of_lost_weights(state, first)
@@ -638,12 +620,10 @@ class restore_best(BuiltIn):
 
     def __call__(self, state: TrainState) -> TrainState:
         value = self.ranks.measured(state)
-        if value is None or not self._improves(state, value):
+        if value is None or not self.ranks.better(value, self._best(state)["value"]):
             return state
-        first = self.ranks.first(state)
-        best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
-        best["ended"] = None
-        return with_slot(state, self.slot, best)
+        found = {"value": value, "step": state.step, "first": self.ranks.first(state)}
+        return with_slot(state, self.slot, {**found, **_copy_weights(state), "ended": None})
 
     def flush(self, state: TrainState) -> TrainState:
         """Restore the best weights if the run has ended by its target or by a hook."""
@@ -655,44 +635,39 @@ class restore_best(BuiltIn):
 
     # --- the best so far
 
-    def _best(self, state: TrainState) -> _Weights | None:
-        return state.slots.get(self.slot)
-
-    def _improves(self, state: TrainState, value: float) -> bool:
-        best = self._best(state)
-        before = math.nan if best is None else best["value"]
-        return self.ranks.better(value, before)
+    def _best(self, state: TrainState) -> _Weights:
+        return state.slots.get(self.slot, _NOTHING)
 
     def _restore(self, state: TrainState) -> TrainState:
         """Put the best weights into the module, unless those in it are better, and release them."""
         best = self._best(state)
-        if best is None or best["weights"] is None:
+        if best["weights"] is None:
             return state
-        value, step = best["value"], best["step"]
-        newest = state.history[-1] if len(state.history) else None
-        now = math.nan
-        if newest is not None and newest.step == state.step:  # a closing record, for example
-            now = newest.metrics.get(self.key, math.nan)
-        if self._improves(state, now):
-            value, step = now, state.step
+        here = [record for record in state.history[-1:] if record.step == state.step]
+        now = here[0].metrics.get(self.key, math.nan) if here else math.nan  # of a closing record
+        if self.ranks.better(now, best["value"]):
+            best = {**best, "value": now, "step": state.step}
         else:
-            weights = _fit_to(state, best["weights"], self.slot)
-            state = begin_again(state)
-            resized = _load_weights(state, weights)
-            _load_averages(state, best.get("averages", {}))
-            state = Ownership.take(state)
-            if state.backend.main:
-                shown = reprs.format_metric(self.key, value)
-                log.info("%r: the weights are those of step %d (%s)", self, step, shown)
-                if resized:
-                    log.warning(
-                        "%r: these have their shapes of step %d again: %s. The optimizer has no "
-                        "state for them, and begins again if the run is continued",
-                        *(self, step, checks.join_names(resized)),
-                    )
+            state = self._put_back(state, best)
         ended = [state.step, state.skipped]
-        best = {**best, "value": value, "step": step, "weights": None, "ended": ended}
-        return with_slot(state, self.slot, best)
+        return with_slot(state, self.slot, {**best, "weights": None, "ended": ended})
+
+    def _put_back(self, state: TrainState, best: _Weights) -> TrainState:
+        weights = _fit_to(state, best["weights"], self.slot)
+        state = begin_again(state)
+        resized = _load_weights(state, weights)
+        _load_averages(state, best.get("averages", {}))
+        state = Ownership.take(state)
+        if state.backend.main:
+            shown = reprs.format_metric(self.key, best["value"])
+            log.info("%r: the weights are those of step %d (%s)", self, best["step"], shown)
+        if state.backend.main and resized:
+            log.warning(
+                "%r: these have their shapes of step %d again: %s. The optimizer has no state for "
+                "them, and begins again if the run is continued",
+                *(self, best["step"], checks.join_names(resized)),
+            )
+        return state
 
     def _warn_of_lost_weights(self, state: TrainState, first: int) -> None:
         """Say that records from before this hook was listed do not count.
@@ -702,8 +677,7 @@ class restore_best(BuiltIn):
         known = state.history[first:]
         if self.key not in known or not state.backend.main:
             return
-        mode = mode_of(OWNER, self.key, self.mode)
-        record = known.best_record(self.key, mode)
+        record = known.best_record(self.key, self.ranks.mode)
         is_next = record.step == state.step and self.is_amid(state)  # the hook is called of it yet
         if is_next or math.isnan(record.metrics[self.key]):
             return
@@ -729,18 +703,17 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
     """Load weights into a module. Return which of them have another shape since, in words."""
     module = unwrap(state)
     own = {k: v.shape for k, v in module.state_dict().items() if isinstance(v, Tensor)}
-    others = {k: weights[k].shape for k, shape in own.items() if weights[k].shape != shape}
-    with take_shapes(
-        module, {torch_compat.strip_compile_prefix(k): shape for k, shape in others.items()}
-    ) as new:
+    others = {
+        torch_compat.strip_compile_prefix(k): (weights[k].shape, shape)
+        for k, shape in own.items()
+        if weights[k].shape != shape
+    }
+    with take_shapes(module, {k: shape for k, (shape, _) in others.items()}) as new:
         forget_states(state, new)
         module.load_state_dict(weights, strict=False)
     if new:
         Ownership.of(state).parameters.clear()
-    return [
-        f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
-        for k, shape in others.items()
-    ]
+    return [f"{k}: {tuple(shape)}, was {tuple(own)}" for k, (shape, own) in others.items()]
 
 
 def _load_averages(state: TrainState, kept: _Weights) -> None:

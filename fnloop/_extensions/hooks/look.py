@@ -19,7 +19,6 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop._core.view import as_evaluated
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.curves import check_plot
 from fnloop._hooks.hook import Hook
@@ -31,11 +30,15 @@ from fnloop.extend import (
     Stop,
     checks,
     engine_of,
+    fold_in,
     is_sharded,
+    isolated,
     name_of,
     on_main_process,
     reprs,
+    rng,
     tables,
+    view,
 )
 
 if TYPE_CHECKING:
@@ -49,24 +52,7 @@ WAITS, RAN = "waits", "ran"
 # Look at what a step returns in an evaluation, for what a number cannot say.
 
 
-@attrs.define
-class _Inspection:
-    """What a hook has been given.
-
-    Args:
-        late: whether the outputs are kept only because the run ends.
-        outputs: those of an evaluation, until the function is called; or None.
-        received_at: the place of the last evaluation that was kept.
-        alone: whether the hook is within no other one.
-    """
-
-    late: bool = False
-    outputs: list[Output] | None = None
-    received_at: tuple[int, ...] | None = None
-    alone: bool = True
-
-
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class inspect(BuiltIn):
     """Call a function with the outputs of an evaluation, one for each batch.
 
@@ -142,47 +128,40 @@ class inspect(BuiltIn):
     loader: str = "valid"
     every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
     said: Sequence[str] = attrs.field(default=(), alias="reports")
-    _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         meaning = "a function (state, outputs) -> None or a mapping of numbers"
         checks.function("inspect", "fn", self.fn, meaning, 2)
         checks.text("inspect", "loader", self.loader, "the name of a loader")
-        moment = Moment.asked_first("inspect", self.every, f"inspect({name_of(self.fn)})")
-        object.__setattr__(self, "every", moment)
-        meaning = 'a tuple of names without the loader, such as ("ap",)'
+        self.every = Moment.asked_first("inspect", self.every, f"inspect({name_of(self.fn)})")
         if not checks.is_list(self.said):
-            given = checks.describe(self.said)
-            raise TypeError(f"inspect expects reports as {meaning}; got {given}")
-        object.__setattr__(self, "said", tuple(self.said))
+            raise TypeError(
+                'inspect expects reports as a tuple of names without the loader, such as ("ap",); '
+                f"got {checks.describe(self.said)}"
+            )
         for name in self.said:
             checks.text("inspect", "reports", name, "names of numbers")
-            if name.startswith(f"{self.loader}/"):
-                short = name.removeprefix(f"{self.loader}/")
+            if (short := name.removeprefix(f"{self.loader}/")) != name:
                 raise ValueError(
                     f"inspect expects reports without the name of the loader; got {name!r}: write "
                     f"{short!r}"
                 )
+        self.said, self.moments = tuple(self.said), (self.every,)
+        self.reports = tuple(f"{self.loader}/{name}" for name in self.said)
+        self._alone = True  # whether it is within no other hook
+        self._outputs: list[Output] | None = None  # of an evaluation, until the function is called
+        self._late = False  # whether they are kept only because the run ends
+        self._received_at: tuple[int, ...] | None = None  # where it was given the last ones
 
     def tried(self, place: Path) -> tuple[Hook, str]:
         """Return a hook that is due after each epoch."""
         return attrs.evolve(self, every=periodically(epochs=1)), ""
-
-    @property
-    def reports(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The names of its numbers in records, as far as they were said."""
-        return tuple(f"{self.loader}/{name}" for name in self.said)
 
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
         given |= {"reports": self.said} if self.said else {}
         return repr(Call(inspect, (self.fn,), given))
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """When it is due."""
-        return (self.every,)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: check that the loader is evaluated in it.
@@ -210,7 +189,7 @@ class inspect(BuiltIn):
             TypeError: it does.
         """
         listed = hooks[self.place_in(hooks)]
-        self._now.alone = listed is self
+        self._alone = listed is self
         if not {*self.reports} <= {*listed.reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -228,15 +207,15 @@ class inspect(BuiltIn):
             return False
         waits = self.has_noted(state, WAITS)
         due, only_at_end = self.every.due_here(state)
-        self._now.late = only_at_end and not (waits or due)
-        return waits or due or self._now.late
+        self._late = only_at_end and not (waits or due)
+        return waits or due or self._late
 
     def _has_seen_end(self, state: TrainState) -> bool:
         """Return whether it has the outputs of the model with which the run ends."""
         if self._is_given(state) or self.has_noted(state, RAN):
             return True
         # The function was called for the closing record, maybe elsewhere.
-        return self._now.alone and self._was_evaluated(state) and state.history[-1].closing
+        return self._alone and self._was_evaluated(state) and state.history[-1].closing
 
     def _was_evaluated(self, state: TrainState) -> bool:
         """Return whether a record of this boundary has the loader evaluated."""
@@ -249,7 +228,7 @@ class inspect(BuiltIn):
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
-        self._now.outputs, self._now.received_at = list(outputs), _place_of(state)
+        self._outputs, self._received_at = list(outputs), _place_of(state)
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return what it returned, with the name of the loader.
@@ -261,9 +240,9 @@ class inspect(BuiltIn):
             ValueError: a number is missing that ``reports`` names.
         """
         __tracebackhide__ = True
-        if self._now.outputs is None or (self._now.late and not state.history[-1].closing):
+        if self._outputs is None or (self._late and not state.history[-1].closing):
             return {}
-        outputs, self._now.outputs = self._now.outputs, None
+        outputs, self._outputs = self._outputs, None
         found = self.fn(state, outputs)
         numbers = {} if found is None else read_numbers(repr(self), self.loader, found)
         if missing := [name for name in self.reports if name not in numbers]:
@@ -275,10 +254,10 @@ class inspect(BuiltIn):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        now, given, ends = self._now, self._is_given(state), "end" in state.events
+        given, ends = self._is_given(state), "end" in state.events
         for_end = "end" in self.every.outside
         if given or self._was_evaluated(state):
-            if for_end and not (ends or now.late):
+            if for_end and not (ends or self._late):
                 ran = given or self.has_noted(state, WAITS)  # the second in another process
                 if not ran and not self.every.clocks:  # a clock is asked once
                     ran = self.every.due(state)
@@ -286,17 +265,17 @@ class inspect(BuiltIn):
             state = self.note(state, WAITS, None)
         elif not (ends and for_end) and self.every.due(state):
             state = self.note(state, WAITS)
-        if now.late and not ends:
+        if self._late and not ends:
             return state  # the end of the run comes after this boundary
         return self._show(state)
 
     def _is_given(self, state: TrainState) -> bool:
         """Return whether it was given the outputs of this boundary."""
-        return self._now.received_at == _place_of(state)
+        return self._received_at == _place_of(state)
 
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
-        self._now.outputs, self._now.received_at = None, None
+        self._outputs, self._received_at = None, None
         return self.note(state, WAITS, None) if self._was_evaluated(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
@@ -306,15 +285,15 @@ class inspect(BuiltIn):
 
     def _show(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        if (outputs := self._now.outputs) is not None:
-            self._now.outputs = None
+        if (outputs := self._outputs) is not None:
+            self._outputs = None
             if self.fn(state, outputs) is not None:
                 raise TypeError(f"{self!r} {self._no_numbers()}")
         return state
 
     def close(self) -> None:
         """Drop what was kept."""
-        self._now.late, self._now.outputs, self._now.received_at = False, None, None
+        self._late, self._outputs, self._received_at = False, None, None
 
 
 def _place_of(state: TrainState) -> tuple[int, int, int, int]:
@@ -351,7 +330,7 @@ def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
     }
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class measure(BuiltIn):
     """Measure a model with your own function, and add the numbers to the record.
 
@@ -417,13 +396,9 @@ class measure(BuiltIn):
             why = "without a slash" if "/" in self.name else "that is free"
             raise ValueError(f"measure expects name as a name {why}; got {self.name!r}")
         shown = repr(Call(measure, (self.fn,), {"name": self.name}))
-        object.__setattr__(self, "every", Moment.asked_first("measure", self.every, shown))
+        self.every = Moment.asked_first("measure", self.every, shown)
         checks.flag("measure", "everywhere", self.everywhere, "whether every process calls fn")
-
-    @property
-    def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """When a record is made for its numbers."""
-        return {self.name: self.every}
+        self.makes_records = {self.name: self.every}
 
     def __repr__(self) -> str:
         given: dict[str, object] = {"name": self.name}
@@ -447,7 +422,9 @@ class measure(BuiltIn):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
-        with as_evaluated(state, together=True):  # in every process: they may exchange weights
+        # In every process: they may exchange weights.
+        with isolated(state.backend.device), view(state, "evaluation"):
+            rng.seed_all(fold_in(state.seed, rng.COMPUTE))
             if not self.everywhere:
                 return on_main_process(functools.partial(self._measured, state), repr(self))
             engine_of(state).share_buffers(state.model)

@@ -54,7 +54,7 @@ class Pace(Clock):
         return super().notes() | ({} if self.cost is None else {" cost": self.cost})
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class paced(Moment):
     """Save as often as it pays: ``paced(failures_per_day=1)(checkpoint("runs/a"))``.
 
@@ -100,20 +100,14 @@ class paced(Moment):
     """
 
     failures_per_day: float = attrs.field(default=1.0, kw_only=True)
-    _pace: Pace = attrs.field(factory=Pace, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         rate = checks.number("paced", "failures_per_day", self.failures_per_day, above=0)
-        object.__setattr__(self, "failures_per_day", rate)
-        self._pace.failures = rate
+        self.failures_per_day, self._pace = rate, Pace(failures=rate)
+        self.clocks = (self._pace,)
 
     def __repr__(self) -> str:
         return f"paced(failures_per_day={self.failures_per_day})"
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """When it was last due, and what a call of its hook takes."""
-        return (self._pace,)
 
     def renew(self) -> paced:
         """Return a copy with a clock of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import importlib.util
@@ -15,11 +16,12 @@ import os
 import re
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import attrs
 
@@ -97,9 +99,7 @@ def to_csv(path: _Path) -> TableWriter:
 
     Replaces: lightning.CSVLogger, keras.CSVLogger
     """
-    return _make_writer(
-        to_csv, path, _format_csv_header, _format_csv_row, rb"epoch,step,seconds(,|\r?\n)"
-    )
+    return CsvWriter(Call(to_csv), path)
 
 
 def to_jsonl(path: _Path, events: bool = False) -> TableWriter:
@@ -146,50 +146,11 @@ def to_jsonl(path: _Path, events: bool = False) -> TableWriter:
         is resumed from an earlier checkpoint cuts off the events after it, too. A power failure may
         lose some.
     """
-    checks.flag("to_jsonl", "events", events, "whether it also has a line for each event")
-    beginning = rb'{"(epoch": \d+, "step": \d+, "seconds": |event": ")'
-    made = EventWriter if events else TableWriter
-    return _make_writer(to_jsonl, path, lambda names: "", _format_json_row, beginning, made)
+    if checks.flag("to_jsonl", "events", events, "whether it also has a line for each event"):
+        return EventWriter(Call(to_jsonl, (), {"events": True}), path)
+    return JsonWriter(Call(to_jsonl), path)
 
 
-def _make_writer(
-    factory: Callable[[_Path], TableWriter],
-    path: _Path,
-    format_header: Callable[[Sequence[str]], str],
-    format_row: Callable[[Record, Sequence[str]], str],
-    beginning: bytes,
-    made: type[TableWriter] | None = None,
-) -> TableWriter:
-    """Check the path and make a hook. ``beginning`` is the pattern of the file's first bytes."""
-    name = factory.__name__
-    typed = checks.typed_path(name, "path", path, f"runs/a.{name[3:]}")
-    file = checks.folder_path(name, "path", path)
-    folder = next(parent for parent in file.parents if parent.exists())
-    found = _read_beginning(file) if file.is_file() else b""
-    if found[:1] == b"\0" and read_run_id(_run_id_file(file)) is not None:
-        found = found.lstrip(b"\0")  # a power failure may put zeros in the place of rows
-    is_other = found and not re.match(beginning, found)
-    if file.is_dir() or not folder.is_dir() or is_other:
-        raise ValueError(
-            f"{name}({typed!r}): there is something else at that path. Give another path, or "
-            "remove what is there"
-        )
-    made = made or TableWriter
-    call = Call(factory, (typed,), {"events": True} if made is EventWriter else {})
-    return made(call, file, format_header, format_row)
-
-
-def _read_beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(1000)
-
-
-def _run_id_file(path: Path) -> Path:
-    """Return the hidden file next to a table that holds the identity of its run."""
-    return path.with_name(f".{path.name}.run")
-
-
-@attrs.define(repr=False, eq=False)
 class TableWriter(BuiltIn):
     """A hook that keeps a file equal to the history, a line for each record.
 
@@ -197,29 +158,61 @@ class TableWriter(BuiltIn):
     for it that every reader skips.
 
     Args:
-        call: the call that made it.
-        path: the file.
-        format_header: ``names of the metrics -> first line``, or "" if there is none.
-        format_row: ``(record, names) -> line``.
+        call: the call that makes it, without the path.
+        path: the path, as it was typed.
     """
 
     is_of_one_run = True
+    beginning: ClassVar[bytes]  # the pattern of the first bytes of a file
 
-    call: Call
-    path: Path
-    format_header: Callable[[Sequence[str]], str]
-    format_row: Callable[[Record, Sequence[str]], str]
-    # The contents of the file: columns, number of records (None: unknown), bytes.
-    _names: tuple[str, ...] = attrs.field(default=(), init=False)
-    _count: int | None = attrs.field(default=None, init=False)
-    _size: int = attrs.field(default=0, init=False)
+    def __init__(self, call: Call, path: _Path) -> None:
+        name = name_of(call.factory)
+        typed = checks.typed_path(name, "path", path, f"runs/a.{name[3:]}")
+        self.path = file = checks.folder_path(name, "path", path)
+        self.call = attrs.evolve(call, args=(typed,))
+        # The contents of the file: columns, number of records (None: unknown), bytes.
+        self._names: tuple[str, ...] = ()
+        self._count: int | None = None
+        self._size = 0
+        folder = next(parent for parent in file.parents if parent.exists())
+        found = b""
+        if file.is_file():
+            with file.open("rb") as opened:
+                found = opened.read(1000)
+        if found[:1] == b"\0" and self._run_id() is not None:
+            found = found.lstrip(b"\0")  # a power failure may put zeros in the place of rows
+        is_other = found and not re.match(self.beginning, found)
+        if file.is_dir() or not folder.is_dir() or is_other:
+            raise ValueError(
+                f"{name}({typed!r}): there is something else at that path. Give another path, or "
+                "remove what is there"
+            )
+
+    @property
+    def _id_file(self) -> Path:
+        """The hidden file next to the table."""
+        return self.path.with_name(f".{self.path.name}.run")
+
+    def _run_id(self) -> str | None:
+        """Return the identity of the run whose file it is, if there is a hidden file."""
+        return read_run_id(self._id_file)
+
+    def header(self, names: Sequence[str]) -> str:
+        """Return the first line for some names of metrics, or "" if there is none."""
+        return ""
+
+    @abstractmethod
+    def row(self, record: Record, names: Sequence[str]) -> str:
+        """Return the line of a record."""
 
     def __repr__(self) -> str:
         return repr(self.call)
 
     def tried(self, place: Path) -> tuple[Hook, str]:
         """Return a hook that writes to another file."""
-        return attrs.evolve(self, path=place.with_suffix(self.path.suffix)), "file"
+        copied = copy.copy(self)
+        copied.path = place.with_suffix(self.path.suffix)
+        return copied, "file"
 
     def begin(self, state: TrainState) -> TrainState:
         """Claim the file for this run.
@@ -257,9 +250,8 @@ class TableWriter(BuiltIn):
         """
         path = os.path.realpath(self.path)
         sharing = [each for each in TableWriter.among(hooks) if os.path.realpath(each.path) == path]
-        if len(sharing) > 1 and {(type(w), w.format_row) for w in sharing} != {
-            (TableWriter, self.format_row)
-        }:
+        kinds = {*map(type, sharing)}
+        if len(sharing) > 1 and (len(kinds) > 1 or EventWriter in kinds):
             raise ValueError(
                 f"{sharing[0]!r} and {sharing[1]!r} write the same file, and one would undo what "
                 "the other writes: leave one out, or give each its own path"
@@ -272,26 +264,23 @@ class TableWriter(BuiltIn):
                 "its state first: state = resume(folder, state). To begin a new one, give it "
                 "another path, or move the file away"
             )
-        if type(self) is TableWriter and any(map(_event_in, self._written())):
-            raise ValueError(
-                f"{self!r}: {self.path} has events, which would be lost: write "
-                f"to_jsonl({self.call.args[0]!r}, events=True), or give another path"
-            )
+        self._check_written()
         disk.remove_parts(self.path.resolve())
-        file = _run_id_file(self.path)
-        if read_run_id(file) != state.run_id:
-            disk.make_folder(file.parent)
-            disk.replace_file(file, state.run_id.encode())
+        if self._run_id() != state.run_id:
+            disk.make_folder(self.path.parent)
+            disk.replace_file(self._id_file, state.run_id.encode())
+
+    def _check_written(self) -> None:
+        """Raise ValueError if the file has what would be lost."""
 
     def _belongs_to(self, state: TrainState) -> bool:
         """Return whether the file belongs to this run: by its hidden file, or by its first row."""
-        run = read_run_id(_run_id_file(self.path))
-        if run is not None:
+        if (run := self._run_id()) is not None:
             return run == state.run_id
         first = self._read_first_row()
         if first is None or not len(state.history):
             return False
-        expected = self.format_row(state.history[0], ())
+        expected = self.row(state.history[0], ())
         return _first_cells(first) == _first_cells(expected)
 
     def _read_first_row(self) -> str | None:
@@ -300,7 +289,7 @@ class TableWriter(BuiltIn):
             return None
         with self.path.open(encoding="utf-8", errors="replace") as file:
             lines = list(itertools.islice(file, 2))
-        rows = lines[bool(self.format_header(())) :]
+        rows = lines[bool(self.header(())) :]
         return rows[0] if rows and rows[0].strip() else None
 
     def _update(self, state: TrainState) -> None:
@@ -313,14 +302,14 @@ class TableWriter(BuiltIn):
             return
         new = self.new_records(state)
         if not self._can_append(len(state.history) - len(new), new):
-            if read_run_id(_run_id_file(self.path)) not in (None, state.run_id):
+            if self._run_id() not in (None, state.run_id):
                 raise ValueError(
                     f"{self!r}: another run has begun to write {self.path}: give each run a path "
                     "of its own"
                 )
             self._rewrite(state.history)
         elif new:
-            self._append(new)
+            self._write("".join(self.row(record, self._names) for record in new))
         self._count = len(state.history)
 
     def _can_append(self, known: int, new: Sequence[Record]) -> bool:
@@ -331,20 +320,19 @@ class TableWriter(BuiltIn):
         if self._count != known or not self.path.exists():
             return False
         names = _merge_names(self._names, *map(_cells_of, new))
-        same_columns = self.format_header(names) == self.format_header(self._names)
+        same_columns = self.header(names) == self.header(self._names)
         return same_columns and self.path.stat().st_size == self._size
 
-    def _append(self, records: Sequence[Record]) -> None:
-        text = "".join(self.format_row(record, self._names) for record in records).encode()
+    def _write(self, text: str) -> None:
+        """Append lines to the file."""
         with self.path.open("ab") as file:
-            file.write(text)
-        self._size += len(text)
+            self._size += file.write(text.encode())
 
     def _rewrite(self, history: History) -> None:
         found = {*itertools.chain.from_iterable(map(_cells_of, history))}
         self._names = tuple(n for n in ("items", *history.keys(), "closing") if n in found)
-        lines = self._lines([self.format_row(record, self._names) for record in history])
-        text = (self.format_header(self._names) + "".join(lines)).encode()
+        lines = self._lines([self.row(record, self._names) for record in history])
+        text = (self.header(self._names) + "".join(lines)).encode()
         self._size = len(text)
         path = self.path.resolve()  # so that a link stays a link
         if path.exists() and path.read_bytes() == text:
@@ -352,25 +340,57 @@ class TableWriter(BuiltIn):
         disk.make_folder(path.parent)
         disk.replace_file(path, text)
 
-    def _written(self) -> Sequence[bytes]:
-        return self.path.read_bytes().splitlines() if self.path.exists() else ()
-
     def _lines(self, records: Sequence[str]) -> Sequence[str]:
         """Return the lines of the file, given those of the records."""
         return records
 
 
-@attrs.define(repr=False, eq=False)
-class EventWriter(TableWriter):
+class CsvWriter(TableWriter):
+    """A hook that keeps a CSV file of the history."""
+
+    beginning = rb"epoch,step,seconds(,|\r?\n)"
+
+    def header(self, names: Sequence[str]) -> str:
+        return _csv_line([*_COUNTERS, *names])
+
+    def row(self, record: Record, names: Sequence[str]) -> str:
+        cells = _cells_of(record)
+        counters = (record.epoch, record.step, record.seconds)
+        return _csv_line([*counters, *(cells.get(name, "") for name in names)])
+
+
+class JsonWriter(TableWriter):
+    """A hook that keeps a file of JSON lines of the history."""
+
+    beginning = rb'{"(epoch": \d+, "step": \d+, "seconds": |event": ")'
+
+    def row(self, record: Record, names: Sequence[str]) -> str:
+        counters = {"epoch": record.epoch, "step": record.step, "seconds": record.seconds}
+        return _json_line({**counters, **_cells_of(record)})
+
+    def _check_written(self) -> None:
+        if any(map(_event_in, self._written())):
+            raise ValueError(
+                f"{self!r}: {self.path} has events, which would be lost: write "
+                f"to_jsonl({self.call.args[0]!r}, events=True), or give another path"
+            )
+
+    def _written(self) -> Sequence[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else ()
+
+
+class EventWriter(JsonWriter):
     """A hook that keeps a file of the history, with a line for each event between the records.
 
     Where a run is, is a number that grows with each update, applied or skipped. What was told there
     or later is cut off if a run begins before it, or goes back.
     """
 
-    _now: int = attrs.field(default=0, init=False)  # where the run is
-    _end: int = attrs.field(default=sys.maxsize, init=False)  # from where on events are cut off
-    _spikes: int = attrs.field(default=0, init=False)  # how many are written
+    _now = 0  # where the run is
+    _end = sys.maxsize  # from where on events are cut off
+    _spikes = 0  # how many are written
+
+    def _check_written(self) -> None: ...
 
     def begin(self, state: TrainState) -> TrainState:
         state = super().begin(state)
@@ -431,12 +451,7 @@ class EventWriter(TableWriter):
             return
         self.poll(state)
         at = {"step": state.step, "skipped": state.skipped, "epoch": state.epoch}
-        row = {"event": event, **at, "time": time.time(), **facts}
-        cells = (f"{json.dumps(name)}: {_format_json(value)}" for name, value in row.items())
-        text = f"{{{', '.join(cells)}}}\n".encode()
-        with self.path.open("ab") as file:
-            file.write(text)
-        self._size += len(text)
+        self._write(_json_line({"event": event, **at, "time": time.time(), **facts}))
 
     def _cut_off(self, state: TrainState, end: int) -> None:
         """Leave only events before a place in the file."""
@@ -496,37 +511,21 @@ def _cells_of(record: Record) -> dict[str, float]:
     return {**items, **record.metrics, **({"closing": 1} if record.closing else {})}
 
 
-def _format_csv_header(names: Sequence[str]) -> str:
-    return _format_csv_line([*_COUNTERS, *names])
-
-
-def _format_csv_row(record: Record, names: Sequence[str]) -> str:
-    cells = _cells_of(record)
-    counters = (record.epoch, record.step, record.seconds)
-    return _format_csv_line([*counters, *(cells.get(name, "") for name in names)])
-
-
-def _format_csv_line(cells: Sequence[object]) -> str:
+def _csv_line(cells: Sequence[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\r\n").writerow(cells)  # which quotes a name with either
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
-def _format_json_row(record: Record, names: Sequence[str]) -> str:
-    counters = {"epoch": record.epoch, "step": record.step, "seconds": record.seconds}
-    cells = {**counters, **_cells_of(record)}
-    items = (f"{json.dumps(name)}: {_format_json_number(value)}" for name, value in cells.items())
+def _json_line(cells: Mapping[str, object]) -> str:
+    items = (f"{json.dumps(name)}: {_json(value)}" for name, value in cells.items())
     return f"{{{', '.join(items)}}}\n"
 
 
-def _format_json(value: object) -> str:
-    return _format_json_number(value) if isinstance(value, float) else json.dumps(value)
-
-
-def _format_json_number(value: float) -> str:
-    if math.isnan(value):
-        return "null"
-    return json.dumps(value) if math.isfinite(value) else ("1e999" if value > 0 else "-1e999")
+def _json(value: object) -> str:
+    if not isinstance(value, float) or math.isfinite(value):
+        return json.dumps(value)
+    return "null" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -620,15 +619,11 @@ class track(BuiltIn):
             checks.text("track", "project", project, "the name of a project")
         self.config = _flatten({} if config is None else config)
         self._tracker = read_tracker(tracker, project, folder, settings)
-        given = {
-            "folder": folder,
-            "also": also,
-            "project": project,
-        }  # not the settings: they may contain API keys
+        self._tracker.config = self.config
+        given = {"folder": folder, "also": also, "project": project}  # settings may have API keys
         shown = {name: value for name, value in given.items() if value is not None}
         self._call = Call(track, (self._tracker.name,), shown)
-        self.also = also
-        self._open = self._configured = False
+        self.also, self._open = also, False
         self._first_step = 0  # of the run
 
     def __repr__(self) -> str:
@@ -646,7 +641,8 @@ class track(BuiltIn):
             steps = (state.step, self._first_step)
             records = [record for record in self.new_records(state) if record.step in steps]
             if not self._open:
-                self._start(min([state.step, *(record.step for record in records)]))
+                self._tracker.start(min([state.step, *(record.step for record in records)]))
+                self._open = True
             self._send(state, records)
         return state
 
@@ -674,13 +670,6 @@ class track(BuiltIn):
             except Exception as error:
                 error.add_note(f"while in {name_of(self.also)}(client, state) of {self!r}")
                 raise
-
-    def _start(self, step: int) -> None:
-        self._tracker.start(step)
-        self._open = True
-        if self.config and not self._configured:
-            self._tracker.configure(self.config)
-        self._configured = True
 
 
 def _flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, _Plain]:
@@ -736,10 +725,14 @@ class Tracker:
     kind: Any  # a class is called with arguments that only it knows
     args: tuple[str, ...] = ()
     settings: Mapping[str, object] = attrs.field(factory=dict)
+    config: Mapping[str, _Plain] = attrs.field(factory=dict, init=False)  # until it is sent
     _running: Any = None  # what accelerate makes; ``tracker`` differs from class to class
 
     def start(self, step: int) -> None:
-        """Start the tracker. Values from this step on, left by a run that died, are overwritten."""
+        """Start the tracker. Values from this step on, left by a run that died, are overwritten.
+
+        The first time, send the hyperparameters.
+        """
         with trackers() as known:
             self._running = self.kind
             if isinstance(self.kind, type):
@@ -748,19 +741,16 @@ class Tracker:
             # Otherwise each call would create accelerate's process-wide state.
             self._running.main_process_only = False
             self._running.start()
+            if self.config and type(self._running) is known.TensorBoardTracker:
+                _write_hparams(self._running, known.yaml, self.config)
+            elif self.config:
+                self._running.store_init_configuration(dict(self.config))
+        self.config = {}
 
     @property
     def client(self) -> Any:
         """The tracker's own object: a SummaryWriter of tensorboard, a run of wandb, ..."""
         return self._running.tracker
-
-    def configure(self, values: Mapping[str, object]) -> None:
-        """Log hyperparameters."""
-        with trackers() as known:
-            if type(self._running) is known.TensorBoardTracker:
-                _write_hparams(self._running, known.yaml, values)
-            else:
-                self._running.store_init_configuration(dict(values))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers at a step."""
@@ -838,8 +828,8 @@ def read_tracker(
         )
     if kind.__module__ == base.__module__:
         _check_installed(kind.name)
-    name, needs_folder = _name_of(kind), getattr(kind, "requires_logging_directory", False)
-    args, settings = _collect_arguments(name, needs_folder, project, folder, settings)
+    name = _name_of(kind)
+    args, settings = _collect_arguments(name, kind, project, folder, settings)
     try:
         inspect.signature(kind).bind(*args, **settings)
     except TypeError as error:
@@ -850,25 +840,20 @@ def read_tracker(
 
 
 def _collect_arguments(
-    name: str,
-    needs_folder: bool,
-    project: str | None,
-    folder: str | None,
-    settings: Mapping[str, object],
+    name: str, kind: type, project: str | None, folder: str | None, settings: Mapping[str, object]
 ) -> tuple[tuple[str, ...], Mapping[str, object]]:
     """Return the arguments of a class of trackers."""
-    if needs_folder:
+    if getattr(kind, "requires_logging_directory", False):
         if folder is None:
             raise ValueError(f'track({name!r}) needs a folder: track({name!r}, folder="runs/a")')
         return (project or "", folder), settings
-    if folder is None:
-        return (project or "fnloop",), settings
-    if name not in _FOLDERS:
+    if folder is not None and name not in _FOLDERS:
         raise ValueError(
             f"track({name!r}) takes no folder: leave it out, or use the argument of its class by "
             "name"
         )
-    return (project or "fnloop",), {_FOLDERS[name]: folder, **settings}
+    given = {} if folder is None else {_FOLDERS[name]: folder}
+    return (project or "fnloop",), {**given, **settings}
 
 
 def _name_of(tracker: object) -> str:

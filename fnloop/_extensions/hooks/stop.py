@@ -166,7 +166,7 @@ class _Wait:
     evaluations: int = 0
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class early_stop(Hook):
     """Stop when a metric has not improved for ``patience`` evaluations.
 
@@ -240,14 +240,12 @@ class early_stop(Hook):
     min_steps: int = attrs.field(default=0, kw_only=True)
     check_finite: bool = attrs.field(default=True, kw_only=True)
     since: str = attrs.field(default="phase", kw_only=True)
-    _watched: Monitored = attrs.field(init=False, eq=False)
-    _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         owner = "early_stop"
-        watched = Monitored(owner, self.key, self.mode, self.since)
-        object.__setattr__(self, "_watched", watched)
+        self._watched = Monitored(owner, self.key, self.mode, self.since)
+        self.monitors = self.key
         meaning = "a number of evaluations"
         if type(self.patience) is int and self.patience == 0:
             meaning += " (1 stops at the first one without improvement; some libraries call that 0)"
@@ -264,12 +262,7 @@ class early_stop(Hook):
             unit = "updates" if name == "min_steps" else "epochs"
             checks.integer(owner, name, value, f"a number of {unit}", least=0)
         checks.flag(owner, "check_finite", self.check_finite)
-        object.__setattr__(self, "_waited", Fold(self._wait, None))
-
-    @property
-    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric that is watched."""
-        return self.key
+        self._waited = Fold(self._wait, None)  # caches the last result, so copies are safe
 
     def __repr__(self) -> str:
         return repr(Call.of(early_stop, self))
@@ -341,7 +334,7 @@ def _place(record: Record, state: TrainState) -> str:
     return f"epoch {record.epoch}" if ended else f"step {record.step}"
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class halt_on_nonfinite(BuiltIn):
     """Stop when the training loss has become NaN or infinite.
 
@@ -399,15 +392,13 @@ class halt_on_nonfinite(BuiltIn):
     steps: int = 100
     keep: bool = attrs.field(default=False, kw_only=True)
     raises: bool = attrs.field(default=False, kw_only=True)
-    _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
-    _when: every = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         checks.integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
-        object.__setattr__(self, "_when", every(steps=self.steps))
         checks.flag("halt_on_nonfinite", "keep", self.keep)
         checks.flag("halt_on_nonfinite", "raises", self.raises)
+        self._trail, self._when = Trail(), every(steps=self.steps)
 
     def __repr__(self) -> str:
         flags = {"keep": self.keep, "raises": self.raises}
@@ -580,10 +571,10 @@ class time_limit(BuiltIn):
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
             self._taken = _taken_in(state)[0]
-        self._began = _now(state) - self._taken
+        self._began = RunInfo.now(state.run) - self._taken
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
-            self._end = _now(state) + left
+            self._end = RunInfo.now(state.run) + left
             if left == math.inf and state.backend.main:
                 log.warning(_UNKNOWN)
         return state
@@ -609,7 +600,7 @@ class time_limit(BuiltIn):
 
     def _note(self, state: TrainState) -> TrainState:
         """Note the time that was taken so far. Return the state, which knows that of a run."""
-        self._taken = _now(state) - (self._began or 0.0)
+        self._taken = RunInfo.now(state.run) - (self._began or 0.0)
         if self.per == "job":
             return state
         if SLOT not in state.slots:
@@ -619,16 +610,11 @@ class time_limit(BuiltIn):
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
-        left = self._end - _now(state)
+        left = self._end - RunInfo.now(state.run)
         if left > SPARE + 2 * self._longest or state.stop is not None:
             return state
         reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
-
-
-def _now(state: TrainState) -> float:
-    """Return a time in seconds, the same in every process of a run."""
-    return (state.run or RunInfo()).live.clock()
 
 
 def _taken_in(state: TrainState) -> list[float]:

@@ -9,7 +9,8 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._core.state import TrainState, unwrap
-from fnloop.extend import Batch, check_not_stale, checks, containers, isolated, tables, view
+from fnloop._core.view import evaluating
+from fnloop.extend import Batch, check_not_stale, checks, containers, tables
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (
@@ -85,9 +86,8 @@ def _number(row: ModuleRow) -> str:
 
 
 def _trained(row: ModuleRow) -> str:
-    if not row.parameters:
-        return ""
-    return {0: "no", row.parameters: "yes"}.get(row.trained, f"{row.trained:,}")
+    known = {0: "no", row.parameters: "yes"}.get(row.trained, f"{row.trained:,}")
+    return known if row.parameters else ""
 
 
 def _memory(nbytes: int) -> str:
@@ -155,11 +155,9 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
             f"summary: the sizes of {checks.join_names(lazy)} are not known yet: call the model on "
             "a batch before TrainState.create"
         )
-    device = state.backend.device
-    seen = view(state, "evaluation", together=False)
-    with isolated(device), seen, _watched(model) as calls:
+    with evaluating(state), _watched(model) as calls:
         try:
-            _call(model, containers.to_device(batch, device))
+            _call(model, containers.to_device(batch, state.backend.device))
         except Exception as error:
             error.add_note(_HINT)
             raise

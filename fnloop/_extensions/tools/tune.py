@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import functools
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -17,18 +18,24 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from fnloop._core.history import History
-from fnloop._core.state import TrainState, snapshot, without_metrics
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
 from fnloop._extensions.stacks.states import check_one_model
 from fnloop._extensions.tools.hints import fused_hint
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.fit import fit
-from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import Reader, check_not_stale, checks, containers, isolated, optimizers, tables
+from fnloop._step.pipeline import pipeline
+from fnloop.extend import (
+    PipelineStep,
+    Reader,
+    Rehearsal,
+    checks,
+    containers,
+    isolated,
+    optimizers,
+    short_traceback,
+    tables,
+)
 
 log = logging.getLogger("fnloop")
 
@@ -160,12 +167,10 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         ``ConcatDataset`` of these. It has the same bits. A data set of your own is asked for each
         sample, or for all of a batch if it has ``__getitems__``, as torch does.
     """
-    step = PipelineStep.checked(step, "tune")
-    check_not_stale(state, "tune")
+    trial = Rehearsal.of("tune", step, state, loader, alone="tune")
     check_one_model(state, "tune")
-    Reader.of(loader, "tune")
     seconds = checks.number("tune", "seconds", seconds, "how long to measure", above=0)
-    if iter_is_itself(loader):
+    if isinstance(loader, Iterator):
         raise TypeError(
             "tune reads the loader more than once; got an iterator, which can be read only once: "
             "pass what it was made from, or list(itertools.islice(loader, 20))"
@@ -175,12 +180,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
             "tune measures one process: call it in a script that is started without torchrun"
         )
     with _silent(), Reader.unmoved(loader):
-        return _Bench(state, Setting(step, loader), seconds).measure()
-
-
-def iter_is_itself(loader: object) -> bool:
-    """Return whether a loader is an iterator, which is used up by reading it."""
-    return isinstance(loader, Iterator)
+        return _Bench(Setting(trial), seconds).measure()
 
 
 @contextlib.contextmanager
@@ -211,13 +211,10 @@ def _contender(
     name: str, now: Setting, changes: Sequence[Callable[[Setting], Setting]]
 ) -> _Contender:
     """Return the contender of some changes, or that of an error if they cannot be made."""
-    setting = now
     try:
-        for change in changes:
-            setting = change(setting)
+        return _Contender(name, functools.reduce(lambda made, change: change(made), changes, now))
     except Exception as error:
         return _Contender(name, now, error=_in_short(error))
-    return _Contender(name, setting)
 
 
 def _in_short(error: Exception) -> str:
@@ -229,37 +226,34 @@ class _Bench:
     """Times settings in turn.
 
     Args:
-        state: what every trial begins with a copy of.
         now: the setting as it is.
         seconds: how long to measure.
     """
 
-    def __init__(self, state: TrainState, now: Setting, seconds: float) -> None:
-        self.state, self.now, self.seconds = state, now, seconds
+    def __init__(self, now: Setting, seconds: float) -> None:
+        self.now, self.seconds, self.state = now, seconds, now.trial.state
+        self.updates = 1  # in each round
 
     def measure(self) -> Advice:
         changes = changes_of(self.now, self.state, self.seconds)
         base = _Contender(AS_IT_IS, self.now)
         singles = [_contender(name, self.now, [change]) for name, change in changes.items()]
-        at_hand = _Contender(AT_HAND, attrs.evolve(self.now, loader=self._batches_at_hand()))
-        self.updates = 1
+        contenders = [base, *singles, _Contender(AT_HAND, self.now.reading(self._at_hand()))]
         estimate, _ = self._time(base.setting)
-        share = self.seconds / (5 * (len(singles) + 2))  # at least five rounds, if time allows
+        share = self.seconds / (5 * len(contenders))  # at least five rounds, if time allows
         self.updates = min(max(1, int(share / max(estimate, 1e-6)) - 2), 500)
-        self._rounds([base, *singles, at_hand], self.seconds * 2 / 3)
-        first = _ratios(singles, base)
-        faster = [c for c in singles if not c.error and first[c.name] < FASTER]
-        best = min(faster, key=lambda c: first[c.name], default=base)
-        contenders = [base, *singles, at_hand]
+        self._rounds(contenders, self.seconds * 2 / 3)
+        ratios = _ratios(contenders, base)
+        faster = [c for c in singles if not c.error and ratios[c.name] < FASTER]
+        best = min(faster, key=lambda c: ratios[c.name], default=base)
         if len(faster) > 1:
             both = _contender(TOGETHER, self.now, [changes[c.name] for c in faster])
             again = _Contender(AS_IT_IS, self.now)
             self._rounds([again, both], self.seconds / 3)
-            if not both.error:
-                first |= _ratios([both], again)
-                best = both if first[TOGETHER] < first[best.name] else best
+            ratios |= _ratios([both], again)
+            if not both.error and ratios[TOGETHER] < ratios[best.name]:
+                best = both
             contenders.append(both)
-        ratios = _ratios([base, *singles, at_hand], base) | first
         trials = tuple(_trial(c, base, ratios) for c in contenders)
         return Advice(trials, self._lines(best), self._reading())
 
@@ -267,7 +261,7 @@ class _Bench:
         """Return how the batches are read, and the time of torch's loader; None with workers."""
         loader = self.now.loader
         with isolated(self.state.backend.device):
-            source = open_loader(loader, self.state, self.now.step.total)
+            source = self.now.trial.source(self.state)
             if (how := source.reader.how_read()) is None or not isinstance(loader, DataLoader):
                 return None
             seconds = _seconds_per_batch(source.batches(self.state.epoch, 0, 0))
@@ -278,21 +272,19 @@ class _Bench:
         """Return what to write for a setting."""
         if best.name == AS_IT_IS:
             return ("Nothing that was tried is faster.",)
-        changed = best.setting.step is not self.now.step
-        step = (f"step = {best.setting.step!r}",) if changed else ()
-        return (*step, *best.setting.lines)
+        step = best.setting.trial.step
+        changed = (f"step = {step!r}",) if step is not self.now.trial.step else ()
+        return (*changed, *best.setting.lines)
 
     def _rounds(self, contenders: Sequence[_Contender], seconds: float) -> None:
-        """Time contenders in turn for some seconds, one round at least."""
-        base = contenders[0]
-        for c in contenders:
-            self._try(c, warm_up=True)
-        ends = time.perf_counter() + seconds
-        while not base.times or time.perf_counter() < ends:
+        """Time contenders in turn for some seconds, one round at least, after one to warm up."""
+        ends = math.inf
+        while not contenders[0].times or time.perf_counter() < ends:
             for c in contenders:
-                self._try(c)
+                self._try(c, warm_up=ends == math.inf)
+            ends = min(ends, time.perf_counter() + seconds)
 
-    def _try(self, contender: _Contender, warm_up: bool = False) -> None:
+    def _try(self, contender: _Contender, warm_up: bool) -> None:
         """Time a contender once. The run as it is may raise; that a change does is its result."""
         if contender.error:
             return
@@ -308,7 +300,7 @@ class _Bench:
 
     def _time(self, setting: Setting) -> tuple[float, dict[str, float]]:
         """Return the seconds per update of a copy of the state, and its losses."""
-        state, stamps, losses = self._copy(setting), [], {}
+        state, stamps, losses = setting.copy(), [], {}
         workers = setting.loader.num_workers if isinstance(setting.loader, DataLoader) else 0
         left_out = 1 + 2 * workers  # the first, and those that workers had time to prepare
         device = state.backend.device
@@ -322,39 +314,19 @@ class _Bench:
             ends = len(stamps) == left_out + self.updates
             return attrs.evolve(state, stop="enough") if ends else state
 
-        most = MOST_OF_CALL * (left_out + self.updates)
-        with Reader.unmoved(setting.loader):  # so that every trial has the same batches
-            fit(
-                _without_others(setting.step),
-                state,
-                setting.loader,
-                steps=state.step + most,
-                hooks=(stamp,),
-                evaluate_every=None,
-                prefetch=setting.prefetch,
-            )
+        most = state.step + MOST_OF_CALL * (left_out + self.updates)
+        trial = attrs.evolve(setting.trial, step=_without_others(setting.trial.step))
+        trial.train(
+            state, steps=most, hooks=(stamp,), evaluate_every=None, prefetch=setting.prefetch
+        )
         return (stamps[-1] - stamps[left_out - 1]) / (len(stamps) - left_out), losses
 
-    def _copy(self, setting: Setting) -> TrainState:
-        """Return a copy of the state, outside of any run, at the beginning of its epoch."""
-        state = attrs.evolve(
-            without_metrics(snapshot(self.state)), batch=0, samples=0, history=History(), run=None,
-            stop=None, phases=(), events=frozenset(), ends=None, generators=None,
-        )  # fmt: skip
-        for optimizer in optimizers(state).values() if setting.fused else ():
-            if could_be_fused(optimizer):
-                for group in optimizer.param_groups:
-                    group["fused"] = True
-        return state
-
-    def _batches_at_hand(self) -> list[object]:
-        """Return a few windows of batches."""
-        with isolated(self.state.backend.device):
-            step = self.now.step
-            source = open_loader(self.now.loader, self.state, step.total)
-            batches = source.batches(self.state.epoch, 0, 0)
-            each = source.rounds_of(source.batches_in_update(step.window))
-            return [*map(containers.own_copy, itertools.islice(batches, 4 * each))]
+    def _at_hand(self) -> list[object]:
+        """Return a few windows of batches, on the host as a loader gives them."""
+        source = self.now.trial.source(self.state)
+        each = source.rounds_of(source.batches_in_update(self.now.trial.step.window))
+        batches, _ = self.now.trial.read(source, 4 * each)
+        return [containers.to_device(batch, torch.device("cpu")) for batch in batches]
 
 
 def _without_others(step: PipelineStep) -> PipelineStep:
@@ -418,26 +390,49 @@ WORTH_COMPILING = 5.0  # seconds: a shorter measurement does not wait for a comp
 
 @attrs.frozen
 class Setting:
-    """What a trial runs with.
+    """What is timed.
 
     Args:
-        step: the step.
-        loader: the loader.
+        trial: runs of the step and the loader.
         fused: whether optimizers are fused, where they can be.
         prefetch: how many windows are fetched ahead.
         lines: what to write for all of it but the step.
     """
 
-    step: PipelineStep
-    loader: object
+    trial: Rehearsal
     fused: bool = False
     prefetch: int = 1
     lines: tuple[str, ...] = ()
+
+    @property
+    def loader(self) -> object:
+        """The training loader."""
+        return self.trial.loaders["train"]
+
+    def copy(self) -> TrainState:
+        """Return a copy of the state, at the beginning of its epoch."""
+        state = self.trial.copy()
+        for optimizer in filter(could_be_fused, optimizers(state).values()) if self.fused else ():
+            for group in optimizer.param_groups:
+                group["fused"] = True
+        return state
 
     def written(self, lines: Sequence[str], **changes: object) -> Setting:
         """Return it with changes, and the lines that make them."""
         changed: Setting = attrs.evolve(self, lines=(*self.lines, *lines), **changes)
         return changed
+
+    def reading(self, loader: object, *lines: str) -> Setting:
+        """Return it with another loader, and the lines that make it."""
+        return self.written(lines, trial=attrs.evolve(self.trial, loaders={"train": loader}))
+
+    def listing(
+        self, first: tuple[Middleware, ...] = (), last: tuple[Middleware, ...] = ()
+    ) -> Setting:
+        """Return it with more middleware in its step."""
+        step = self.trial.step
+        members = pipeline(*first, *step.pipeline.middleware, *last).middleware
+        return attrs.evolve(self, trial=attrs.evolve(self.trial, step=step.listing(members)))
 
 
 def changes_of(
@@ -458,25 +453,19 @@ def changes_of(
     ]
     if lines:
         found["fused"] = lambda s: s.written(lines, fused=True)
-    if now.step.has_all_rings:
-        names = {m.name for m in now.step.pipeline.middleware}
+    step = now.trial.step
+    if step.has_all_rings:
+        names = {m.name for m in step.pipeline.middleware}
         if "amp" not in names and state.backend.precision is None:
-            found["bf16"] = lambda s: _with(s, first=(amp("bf16"),))
+            found["bf16"] = lambda s: s.listing(first=(amp("bf16"),))
         if "channels_last" not in names and any(p.ndim == 4 for p in state.model.parameters()):
-            found["channels_last"] = lambda s: _with(s, last=(channels_last(),))
+            found["channels_last"] = lambda s: s.listing(last=(channels_last(),))
         if "compiled" not in names and seconds >= WORTH_COMPILING and _has_compiler():
-            found["compiled"] = lambda s: _with(s, last=(compiled(),))
+            found["compiled"] = lambda s: s.listing(last=(compiled(),))
     found |= _changes_of_loading(now.loader, state)
-    if now.step.fetches_late:
+    if step.fetches_late:
         found.pop("prefetch=4", None)
     return found
-
-
-def _with(
-    now: Setting, first: tuple[Middleware, ...] = (), last: tuple[Middleware, ...] = ()
-) -> Setting:
-    members = pipeline(*first, *now.step.pipeline.middleware, *last).middleware
-    return attrs.evolve(now, step=now.step.listing(members))
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:
@@ -498,7 +487,7 @@ def _changes_of_loading(
     if by_index:
         n = 0 if workers else min(4, os.cpu_count() or 1)
         line = f"DataLoader(..., num_workers={n}{', persistent_workers=True' if n else ''})"
-        found[f"{n} workers"] = lambda s: s.written([line], loader=_with_workers(s.loader, n))
+        found[f"{n} workers"] = lambda s: s.reading(_with_workers(s.loader, n), line)
     if workers or state.backend.device.type != "cpu":
         found["prefetch=4"] = lambda s: s.written(["fit(..., prefetch=4)"], prefetch=4)
     return found

@@ -186,7 +186,7 @@ def test_it_can_be_wrapped():
 
 def test_what_a_wrapper_or_an_earlier_run_left_is_dropped():
     hook, kept = fl.inspect(Looks()), []
-    run(fl.every(epochs=2)(hook), lambda state: kept.append(hook._now.outputs) or state)
+    run(fl.every(epochs=2)(hook), lambda state: kept.append(hook._outputs) or state)
     assert kept == [None] * 3
 
     looks, due = Looks(), [True]

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import fnloop as fl
 from fnloop._extensions.tools import tune as module
 from fnloop.data import tune
+from fnloop.extend import Rehearsal
 from fnloop.testing import assert_same, toy, toy_loss
 
 IMAGES = [torch.ones(2, 1, 4, 4)] * 3
@@ -35,8 +36,8 @@ def costs(monkeypatch):
     """Let an update take the product of these, in seconds, for what it is made with."""
     now, costs = [0.0], {"prefetch": 1.0, "list": 1.0}
 
-    def fit(step, state, loader, *, steps, hooks, evaluate_every, prefetch):
-        names = [m.name for m in step.pipeline.middleware]
+    def train(trial, state, *, steps, hooks, evaluate_every, prefetch):
+        names, loader = [m.name for m in trial.step.pipeline.middleware], trial.loaders["train"]
         names += [type(loader).__name__, f"{getattr(loader, 'num_workers', 0)} workers"]
         names += ["fused"] if state.optimizer.param_groups[0]["fused"] else []
         for n in range(state.step, steps):
@@ -49,7 +50,7 @@ def costs(monkeypatch):
                 return
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(module, "fit", fit)
+    monkeypatch.setattr(Rehearsal, "train", train)
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "_has_compiler", lambda: False)
     return costs
