@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from fnloop._backend import containers
+from fnloop._backend.containers import own_copy
 from fnloop._core.history import History, Phase
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED
@@ -236,6 +236,6 @@ class Rehearsal:
             began = time.perf_counter()
             for batch in source.first_batches(device, n):
                 seconds.append(time.perf_counter() - began)
-                batches.append(containers.own_copy(batch))
+                batches.append(own_copy(batch))
                 began = time.perf_counter()
         return batches, seconds

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -339,12 +338,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a strided tensor, on the host."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
-
-
-def checksum(tensors: Iterable[Tensor], crc: int = 0) -> int:
-    """Return a checksum of the strided tensors among some, continued from another one."""
-    plain = (t for t in tensors if type(t) is Tensor and t.layout is torch.strided)
-    return functools.reduce(lambda crc, tensor: zlib.crc32(bytes_of(tensor), crc), plain, crc)
 
 
 def compare_tensors(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,6 @@ from fnloop._hooks.hook import when
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
     Difference,
-    checksum,
     common,
     compare_contents,
     compare_saved,
@@ -720,8 +718,7 @@ def _mark(state: TrainState) -> tuple[int, int]:
     """Return what is noted of a run after each update: the update, and a checksum of the state."""
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    tensors = itertools.chain(*(group.values() for group in contents.groups.values()))
-    return state.step, checksum(tensors, zlib.crc32(repr(facts).encode()))
+    return state.step, containers.checksum([facts, *map(dict, contents.groups.values())])
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
@@ -1026,7 +1023,7 @@ def draws_now(model: nn.Module) -> int:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return checksum(states)
+    return containers.checksum(states)
 
 
 def _copied(leaf: object) -> object:

@@ -21,7 +21,6 @@ from fnloop._extensions.checkpoints.saved import Saved
 from fnloop.debug._diff import (
     BITS,
     Difference,
-    checksum,
     compare_contents,
     compare_saved,
     contents_of,
@@ -604,7 +603,7 @@ class _Notes:
 
 
 def _mark(state: TrainState) -> int:
-    return checksum([*_weights(state).values(), *unwrap(state).buffers()])
+    return containers.checksum([_weights(state), dict(unwrap(state).named_buffers())])
 
 
 def _weights(state: TrainState) -> dict[str, Tensor]:

@@ -297,15 +297,11 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
     items = f"{reprs.format_number(float(out.weight))} items"
     if isinstance(out.aux, Mapping) and "weight" in out.aux:
         return f'{items}, by aux["weight"]'
-    return _rows(batch) if float(out.weight) == _size(batch) else items
-
-
-def _size(batch: Batch) -> int:
-    return next((t.size(0) for t in containers.tensors_in(batch) if t.ndim), 1)
+    return _rows(batch) if float(out.weight) == containers.batch_size_of(batch) else items
 
 
 def _rows(batch: Batch) -> str:
-    return f"{reprs.format_number(_size(batch))} items, its leading dimension"
+    return f"{containers.batch_size_of(batch)} items, its leading dimension"
 
 
 # --- metrics and hooks that may raise
@@ -629,9 +625,8 @@ def train_copy(
     With a target in epochs too, a run that leaves out all updates is not an error.
     """
     __tracebackhide__ = True
-    trial = attrs.evolve(
-        Rehearsal.of("fit", step, state, loader, alone="training"), assumed_items=ASSUMED
-    )
+    trial = Rehearsal.of("fit", step, state, loader, alone="training")
+    trial = attrs.evolve(trial, assumed_items=ASSUMED)
     last = state.epoch + epochs
     return trial.train(trial.copy(), epochs=last, steps=state.step + updates, hooks=hooks)
 
