@@ -7,7 +7,6 @@ it. One that no extension uses any more goes out. The table may only shrink.
 OPEN = {
     "_backend.containers": "SEQUENCES",
     "_backend.fsdp": "like_sharded",
-    "_backend.torch_compat": "strip_compile_prefix",
     "_core.code": "codes_of is_of_library walk",
     "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
