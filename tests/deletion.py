@@ -164,6 +164,7 @@ BUILT_ON = {
     "checkpoints": ["debug", "follow", "keep", "remote", "search", "stop", "trackers", "try"],
     "distributed": ["exact", "local_sgd"],
     "graphs": ["tune"],
+    "hints": ["tune"],
     "histories": ["find", "look", "progress", "search", "stack"],
     "keep": ["trackers", "search"],
     "loaders": ["debug", "tune"],

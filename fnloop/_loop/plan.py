@@ -342,11 +342,15 @@ class Plan:
             history: the records so far. What is in one of them may come from an earlier run.
             models: the names of the models of a stack.
         """
-        watched = [*_watched(self.step, self.hooks)]
         known = (*self.trained, *evaluated, *names_made(self.hooks))
         loaders = known, self.loaders.evaluated, evaluated
         for check in extensions("metrics that are watched"):
-            check(watched, self.step, *loaders, history, models)
+            check(self.watched, self.step, *loaders, history, models)
+
+    @functools.cached_property
+    def watched(self) -> tuple[Watched, ...]:
+        """Which metrics the middleware and the hooks look at."""
+        return tuple(_watched(self.step, self.hooks))
 
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:

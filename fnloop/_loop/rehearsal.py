@@ -15,7 +15,6 @@ from fnloop._core.runs import INTERRUPTED
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState, changed, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Batch, Step
-from fnloop._data.loaders import check_loader
 from fnloop._data.reader import Reader
 from fnloop._data.source import Source
 from fnloop._hooks.hook import Hook, HookFn, Moment, at_end, every
@@ -92,10 +91,9 @@ class Rehearsal:
         """
         step = PipelineStep.checked(step, owner, before)
         check_not_stale(state, owner)
-        if alone:
-            check_loader(loaders, alone, alone=True)
-        plan = Plan.of(step, changed(state, phases=()), loaders, hooks=hooks)
-        named = {"train": plan.loaders.train, **plan.loaders.evaluated}
+        given = Reader.of(loaders, alone) if alone else loaders  # a reader was checked already
+        plan = Plan.of(step, changed(state, phases=()), given, hooks=hooks)
+        named = {"train": loaders if alone else plan.loaders.train, **plan.loaders.evaluated}
         return Rehearsal(step, state, named, plan.hooks)
 
     # --- states
@@ -194,7 +192,9 @@ class Rehearsal:
         Raises:
             KeyError: it does; the message says which.
         """
-        plan = self._plan(changed(self.state, phases=()), self.hooks, record_every=at_end())
+        plan = self._plan(changed(self.state, phases=()), self.hooks)
+        if any(one.key.startswith("recent/") for one in plan.watched):
+            plan = attrs.evolve(plan, record_every=at_end())  # it is fit that is told
         models = Several.names_of(self.state.model)
         plan.check_metrics(plan.loaders.evaluated, self.state.history, models)
 

@@ -517,8 +517,11 @@ def compare_with_float64(inner: Step, state: TrainState, batch: Batch, facts: Fa
         AuditError: a module or a gradient is off by far more than the others.
     """
     __tracebackhide__ = True
-    why = "copies the model, and one that is sharded over processes cannot be copied"
-    refuse(state, 'audit(against="float64")', sharded=f'{why}: write against="eager", or None')
+    why = (
+        "copies the model, and one that is sharded over processes cannot be copied: write "
+        'against="eager", or None'
+    )
+    refuse(state, 'audit(against="float64")', sharded=why)
     first = batch[0] if facts.window > 1 else batch
     repeat = engine_of(state).mark_draws()
     exact, real = (_Copy(state, first, exact) for exact in (True, False))

@@ -174,8 +174,11 @@ def _updates(before: dict[str, list[Tensor]], chosen: dict[str, list[Tensor]]) -
 
 def _check_state(state: TrainState, chosen: Chosen | None) -> None:
     """Raise if the model cannot be watched, or the chosen are for nothing in it."""
-    why = "computes norms of whole parameters, but this model is sharded over processes"
-    refuse(state, WATCH, sharded=f'{why}: write grad_norm(by="module") for its gradients')
+    why = (
+        "computes norms of whole parameters, but this model is sharded over processes: write "
+        'grad_norm(by="module") for its gradients'
+    )
+    refuse(state, WATCH, sharded=why)
     _modules(state, chosen)
 
 
