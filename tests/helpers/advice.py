@@ -986,7 +986,7 @@ NOT_FOLLOWED = {
         "accumulate(dtype={}) does",
         "exact=True needs one order",
         "{}. Leave exact=True out",
-        'copies the model, and one that is sharded',
+        "copies the model, and one that is sharded",
         "computes norms of whole parameters",
     ],
     "is followed in tests/test_configurations.py": [
