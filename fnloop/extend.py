@@ -29,7 +29,7 @@ of the book.
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
   `wants_closure`
 - **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
-- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
+- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `Pending`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
@@ -55,6 +55,7 @@ from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
+from fnloop._core.saved import Pending
 from fnloop._core.selectors import Chosen
 from fnloop._core.settings import Group, Setting, number_in, set_number
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
@@ -81,6 +82,7 @@ __all__ = [
     "Moment",
     "Monitored",
     "Part",
+    "Pending",
     "Restoring",
     "Saving",
     "Setting",

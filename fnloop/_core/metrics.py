@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.saved import Pending, kind_name, materialize
+from fnloop._core.saved import Pending, kind_name
 from fnloop._core.types import Metric, Output, values_of
 from fnloop._display.checks import describe, fields_of, scalar
 
@@ -632,7 +632,7 @@ def _updated(so_far: Any, metric: Metric) -> Metric:
     """Return what a metric is after one more batch."""
     __tracebackhide__ = True
     if isinstance(so_far, Pending):
-        so_far = materialize(metric, so_far)
+        so_far = Pending.fill(metric, so_far)
     if so_far is None:
         return accumulator_of(metric)
     in_place = isinstance(so_far, Running)

@@ -14,9 +14,8 @@ from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.metrics import RECENT, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
-from fnloop._core.saved import Pending, materialize
+from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
-from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
@@ -75,7 +74,7 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     read = {name: metric for name, metric in state.metrics.items() if _is_pending(metric)}
     unseen = _unseen_metrics(step, read)
     made = {
-        name: materialize(like, metric)
+        name: Pending.fill(like, metric)
         for name, metric in read.items()
         if (like := unseen.get(name.removeprefix(RECENT))) is not None
     }
@@ -156,7 +155,8 @@ def _to_training_mode(state: TrainState) -> None:
             "(model.train())",
         )
         state.model.train()
-    keep_statistics(state)
+    for keep_statistics in extensions("norm layers that are frozen"):
+        keep_statistics(state)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "accelerated torch_compat",
-    "_backend.containers": "SEQUENCES",
     "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",
     "_backend.torch_compat": "buffers_of strip_compile_prefix",
@@ -18,16 +17,13 @@ OPEN = {
         "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
     "_core.optimizers": "first_shared Optimizers",
-    "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
         "seed_host seeded_generator torch_seeder"
     ),
     "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
-    "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
-    "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
@@ -36,7 +32,6 @@ OPEN = {
         "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
         "with_used without_metrics"
     ),
-    "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._core.history import SINCE
-from fnloop._core.records import MODES
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
+    generation_of,
+    ownership_of,
     take_ownership,
     unwrap,
 )
-from fnloop._core.trained import note_restored
+from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -195,7 +196,10 @@ def restore_contents(
     restored = take_ownership(state)
     clear_parameter_cache(restored)
     if "counters" in parts:
-        note_restored(restored, whole=parts == PARTS)
+        ownership_of(restored).restored = generation_of(restored)
+    if parts == PARTS:
+        for note_restored in extensions("what a restored state trains"):
+            note_restored(restored)
     return restored
 
 
@@ -445,7 +449,7 @@ def best(
     if key is not None:
         checks.metric_name("best", "key", key)
     if mode is not None:
-        checks.choice("best", "mode", mode, MODES)
+        checks.choice("best", "mode", mode, ("min", "max"))
     if since is not None:
         checks.choice("best", "since", since, SINCE, ", or None for the hook's")
     found = with_manifests(place.look(), links=True)

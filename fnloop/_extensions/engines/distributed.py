@@ -32,7 +32,6 @@ from fnloop._core.metrics import (
     to_host,
 )
 from fnloop._core.rng import COMPUTE, torch_seeder
-from fnloop._core.saved import Pending
 from fnloop._core.state import (
     TrainState,
     current_parameters,
@@ -56,6 +55,7 @@ from fnloop.extend import (
     Batch,
     LocalEngine,
     Metric,
+    Pending,
     all_parameters,
     collectives,
     containers,

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._core.averages import AVERAGED, Average, named_tensors
-from fnloop._core.parts import TAKEN
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
     Chosen,
+    Part,
     View,
     Wrap,
     all_parameters,
@@ -41,7 +41,7 @@ from fnloop.extend import (
 )
 from fnloop.schedules import check_length, explain_unknown_length, updates_in
 
-_FILES = (*TAKEN, AVERAGED)
+_FILES = (*Part.TAKEN, AVERAGED)
 # Middleware that others know by their names.
 _KNOWN = ("amp", "clip", "closure", "cuda_graph", "local_sgd", "plateau", "tbptt", "timings")
 

@@ -15,12 +15,12 @@ from torch.nn.utils import get_total_norm
 from fnloop import decide
 from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
-from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
+    Pending,
     Setting,
     Stop,
     Wrap,
@@ -500,7 +500,7 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
     for name, saved in kept["slots"].items():
         if name in slots:
             like, saved = copy.deepcopy((slots[name], saved), memo)
-            slots[name] = materialize(like, saved) if has_pending(saved) else saved
+            slots[name] = Pending.fill(like, saved) if Pending.is_in(saved) else saved
     counters = {name: copy.copy(value) for name, value in kept["counters"].items()}
     skipped = state.step + state.skipped - counters["step"]
     return attrs.evolve(state, slots=slots, skipped=skipped, **counters)

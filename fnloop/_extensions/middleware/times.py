@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from fnloop._core.metrics import RECENT, Running, to_accumulator_dtype
-from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.forward import items_in
-from fnloop.extend import Batch, Metric, Wrap, checks, report, warn_once, with_slot
+from fnloop.extend import Batch, Metric, Pending, Wrap, checks, report, warn_once, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Times as metrics: marks on a device's timeline, the seconds between them, and peaks.
