@@ -32,7 +32,7 @@ of the book.
 - **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
   `Backward`, `WeightedSum`, `host`
 - **Tools that try a run, or repeat one**: `Rehearsal`
-- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
+- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `Pending`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `WindowPass`, `GradientSum`, `engine_of`,
   `refuse`, `on_main_process`, `collectives`
 - **Metrics, and stacks of models**: `Metrics`, `Running`, `Several`
@@ -65,6 +65,7 @@ from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
+from fnloop._core.saved import Pending
 from fnloop._core.selectors import Chosen
 from fnloop._core.settings import Setting, number_in, set_number
 from fnloop._core.several import Several
@@ -124,6 +125,7 @@ __all__ = [
     "Ownership",
     "Part",
     "Pass",
+    "Pending",
     "PipelineStep",
     "Reader",
     "Rehearsal",

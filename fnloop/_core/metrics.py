@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.saved import Pending, kind_name, materialize
+from fnloop._core.saved import Pending, kind_name
 from fnloop._core.types import Metric, Output, values_of
 from fnloop._display.checks import describe, fields_of, scalar
 
@@ -735,7 +735,7 @@ def _updated(so_far: Metric | None, metric: Metric) -> Metric:
     """Return what a metric is after one more batch."""
     __tracebackhide__ = True
     if isinstance(so_far, Pending):
-        so_far = materialize(metric, so_far)
+        so_far = Pending.fill(metric, so_far)
     if so_far is None:
         return metric.to_accumulator() if isinstance(metric, Running) else metric
     if isinstance(so_far, Running):

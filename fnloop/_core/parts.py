@@ -11,20 +11,17 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 from torch import Tensor
 
-from fnloop._core.saved import Pending
 from fnloop._display import checks
 
 State = Any  # a TrainState, which knows the parts that were brought to it
 Json = Any  # a JSON value
 Load = Callable[[State], State]
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by group and name
-# Files of tensors that a checkpoint may have already.
-TAKEN = ("model", "optimizer", "slots", "training", "own")
 
 
 class Saving(Protocol):
@@ -171,6 +168,9 @@ class Part:
         6
     """
 
+    # Files of tensors that a checkpoint may have already.
+    TAKEN: ClassVar = ("model", "optimizer", "slots", "training", "own")
+
     name: str
     save: Callable[..., Mapping[str, Json]]
     prepare: Callable[..., Load] = load_nothing
@@ -207,7 +207,7 @@ class Part:
             'replay'
         """
         owner = "Part.of_slot"
-        check_name(owner, name)
+        Part.check_name(owner, name)
         checks.function(owner, "save", save, "a function of what is in the slot", 1, also=type)
         checks.function(owner, "load", load, "a function of what was saved", 1, also=type)
         checks.flag(owner, "each", each)
@@ -218,22 +218,22 @@ class Part:
             lambda saving: saving.try_slot(name, save),
         )
 
+    @staticmethod
+    def check_name(owner: str, name: str) -> None:
+        """Raise unless a part, and its file, can have this name.
 
-def check_name(owner: str, name: str) -> None:
-    """Raise unless a part, and its file, can have this name."""
-    checks.text(owner, "name", name, "the name of the slot")
-    taken = name.lower() in TAKEN
-    if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
-        raise ValueError(
-            f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
-            f'letters, digits, "-" and "_"; got {name!r}'
-        )
+        Args:
+            owner: what was called, for messages.
+            name: the name.
 
-
-@attrs.frozen(eq=False)
-class Held(Pending):
-    """What a checkpoint has of a part, in the slot of its name, until something brings the part."""
-
-    def restored_by(self, part: Part, state: State) -> State:
-        """Return the state with what is held loaded by its part."""
-        raise NotImplementedError
+        Raises:
+            TypeError: it is not a text.
+            ValueError: it is not a name for a file, or every checkpoint has a file of that name.
+        """
+        checks.text(owner, "name", name, "the name of the slot")
+        taken = name.lower() in Part.TAKEN
+        if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
+            raise ValueError(
+                f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
+                f'letters, digits, "-" and "_"; got {name!r}'
+            )

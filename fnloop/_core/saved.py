@@ -14,6 +14,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._backend.containers import pairs_of, parts_of, with_parts
+from fnloop._core.parts import Part, State
 from fnloop._display.checks import describe
 
 
@@ -42,6 +43,14 @@ class Pending:
     Args:
         kind: the name of the class that was saved.
         parts: its fields, or its ``state_dict``.
+
+    Example:
+        >>> import fnloop as fl
+        >>> saved = Pending.of(fl.Mean(6.0, 2))
+        >>> saved.kind, Pending.is_in([saved])
+        ('fnloop.Mean', True)
+        >>> Pending.fill([fl.Mean(0.0, 0)], [saved])[0].compute()
+        3.0
     """
 
     kind: str
@@ -59,43 +68,47 @@ class Pending:
             return Pending(kind, attrs.asdict(value, recurse=False))
         return None
 
+    @staticmethod
+    def is_in(value: object) -> bool:
+        """Return whether a value is one, or contains one."""
+        inside = parts_of(value) or ()
+        return isinstance(value, Pending) or any(Pending.is_in(part) for _, part in inside)
+
+    @staticmethod
+    def fill(template: Any, value: Any) -> Any:
+        """Return what was saved as an object like the template. Plain data is returned as it is.
+
+        Args:
+            template: a new object of the kind that was saved. One with ``load_state_dict`` is
+                loaded in place.
+            value: what was saved: plain data, tensors, and instances of this class.
+
+        Raises:
+            ValueError: another kind of object was saved.
+        """
+        if isinstance(value, Tensor) and isinstance(template, Tensor):
+            if value.dtype != template.dtype or value.ndim != template.ndim:
+                both = [f"{t.dtype} with {t.ndim} dimensions" for t in (value, template)]
+                raise ValueError(
+                    f"the checkpoint has a tensor of {both[0]} where there is one of {both[1]} now"
+                )
+            return value.to(template.device)
+        if (pairs := pairs_of(value, template)) is not None:
+            alike = type(value) is type(template) and len(value) == len(template)
+            if alike or isinstance(value, dict):
+                filled = {key: Pending.fill(there, part) for key, part, there in pairs}
+                inside = parts_of(value) or ()
+                return with_parts(value, [filled.get(key, part) for key, part in inside])
+        return _materialize_object(template, value) if isinstance(value, Pending) else value
+
+    def brought_by(self, part: Part, state: State) -> State:
+        """Return the state with this loaded by a part that was brought; as it is otherwise."""
+        return state
+
 
 def kind_name(cls: type) -> str:
     """Return the name of a class in checkpoints, with the package only if it is fnloop's own."""
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
-
-
-def has_pending(value: object) -> bool:
-    """Return whether a value contains a :class:`Pending`."""
-    inside = parts_of(value) or ()
-    return isinstance(value, Pending) or any(has_pending(part) for _, part in inside)
-
-
-def materialize(template: Any, value: Any) -> Any:
-    """Return what was saved as an object like the template. Plain data is returned as it is.
-
-    Args:
-        template: a new object of the kind that was saved. One with ``load_state_dict`` is loaded in
-            place.
-        value: what :func:`decode` returned.
-
-    Raises:
-        ValueError: another kind of object was saved.
-    """
-    if isinstance(value, Tensor) and isinstance(template, Tensor):
-        if value.dtype != template.dtype or value.ndim != template.ndim:
-            both = [f"{t.dtype} with {t.ndim} dimensions" for t in (value, template)]
-            raise ValueError(
-                f"the checkpoint has a tensor of {both[0]} where there is one of {both[1]} now"
-            )
-        return value.to(template.device)
-    pairs = pairs_of(value, template)
-    if pairs is not None and (
-        isinstance(value, dict) or (type(value) is type(template) and len(value) == len(template))
-    ):
-        changed = {key: materialize(there, part) for key, part, there in pairs}
-        return with_parts(value, [changed.get(key, part) for key, part in parts_of(value) or ()])
-    return _materialize_object(template, value) if isinstance(value, Pending) else value
 
 
 def _materialize_object(template: Any, value: Pending) -> object:
@@ -116,7 +129,7 @@ def _materialize_object(template: Any, value: Pending) -> object:
     for name, part in value.parts.items():
         if name in fields:
             new = mine[name]
-            parts[fields[name]] = materialize(new, part)
+            parts[fields[name]] = Pending.fill(new, part)
             if not _may_stand_for(part, new):
                 raise ValueError(
                     f"the checkpoint has {describe(part)} as {name} of a "

@@ -6,13 +6,14 @@ A schedule multiplies the initial value of a setting, so a group remembers that,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fnloop._core.metrics import Last
 from fnloop._core.types import Metric
@@ -20,7 +21,6 @@ from fnloop._core.types import Metric
 Group = dict[str, Any]  # a parameter group of an optimizer
 Rate = float | Tensor
 
-UNFROZEN = "unfrozen"  # group["unfrozen"]: True in the groups that unfreeze has made
 _SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
 _BEFORE, _SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"], of torch's
 _RATIO = f"{_SCHEDULED}ratio"  # what plateau multiplies a learning rate by, and its lowest rate
@@ -53,6 +53,8 @@ class Setting:
         >>> lr.initial, Setting.names(group)
         (2.0, ['lr'])
     """
+
+    UNFROZEN: ClassVar[str] = "unfrozen"  # a key: True in the groups that unfreeze has made
 
     group: Group
     key: str
@@ -182,7 +184,7 @@ class Setting:
     @staticmethod
     def names(group: Mapping[str, object]) -> list[str]:
         """Return the keys of the settings of a group, without parameters and notes."""
-        others = ("params", "param_names", UNFROZEN)
+        others = ("params", "param_names", Setting.UNFROZEN)
         return [key for key in group if key not in others and not Setting._is_note(group, key)]
 
     @staticmethod
@@ -206,6 +208,31 @@ class Setting:
     def lasting(group: Mapping[str, object]) -> dict[str, object]:
         """Return settings and notes of a group, without what is there during an update only."""
         return {name: value for name, value in group.items() if name not in ("params", _RATIO)}
+
+    @staticmethod
+    def hold(optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that gives an optimizer back the groups that it has now, as they are.
+
+        Args:
+            optimizer: the optimizer. What is in tensors and lists is put back there.
+        """
+        held = [
+            (group, {key: (value, _content(value)) for key, value in group.items()})
+            for group in optimizer.param_groups
+        ]
+
+        def put_back() -> None:
+            for group, settings in held:
+                group.clear()
+                for key, (value, content) in settings.items():
+                    if isinstance(value, Tensor) and isinstance(content, Tensor):
+                        value.copy_(content)
+                    elif isinstance(value, list) and isinstance(content, list):
+                        value[:] = content
+                    group[key] = value
+            optimizer.param_groups[:] = [group for group, _ in held]
+
+        return put_back
 
     @staticmethod
     def _is_note(group: Mapping[str, object], key: str) -> bool:
@@ -367,3 +394,10 @@ def _initial(key: str) -> str:
 
 def _copy(value: Rate) -> Rate:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _content(value: object) -> object:
+    """Return a copy of what is changed in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [*value] if isinstance(value, list) else None

@@ -47,9 +47,10 @@ from fnloop._core.optimizers import (
     in_form,
     optimizers_in,
 )
-from fnloop._core.parts import Held, Load, Part, Restoring, Saving
+from fnloop._core.parts import Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import LEFT_OUT, Position, RunInfo, Todo, pending
+from fnloop._core.saved import Pending
 from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
@@ -1214,8 +1215,8 @@ def bring(state: TrainState, parts: Iterable[Part]) -> TrainState:
     """Return the state with what a checkpoint has of these parts. They are saved from here on."""
     for part in parts:
         state._ownership.brought[part.name] = part
-        if isinstance(kept := state.slots.get(part.name), Held):
-            state = kept.restored_by(part, state)
+        if isinstance(kept := state.slots.get(part.name), Pending):
+            state = kept.brought_by(part, state)
     return state
 
 

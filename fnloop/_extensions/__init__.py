@@ -90,6 +90,18 @@ _ROWS: dict[str, dict[str, str]] = {
     "hints after an epoch": {
         "._extensions.tools.hints": "suggest_fused",
     },
+    "norm layers that are frozen": {
+        "._extensions.freeze": "keep_statistics",
+    },
+    "what a restored state trains": {
+        "._extensions.freeze": "note_restored",
+    },
+    "what a phase trains": {
+        "._extensions.freeze": "put_back_restored",
+    },
+    "groups of a checkpoint": {
+        "._extensions.freeze": "regroup",
+    },
     "graphs of an update": {
         "._extensions.graphs.capture": "explain_uncapturable",
     },

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.state import TrainState, unwrap
-from fnloop._core.trained import Layout, add_group, split_group
 from fnloop.extend import Chosen, Ownership, Setting, check_not_stale, checks, torch_compat
 from fnloop.extend import groups as groups_of
 from fnloop.extend import optimizers as optimizers_of
 
 Selector = nn.Module | str | Callable[[str, nn.Parameter], bool]
+Group = dict[str, Any]  # a parameter group of an optimizer
 Found = tuple[dict[str, nn.Parameter], frozenset[nn.Module]]  # parameters by name, whole modules
 _KINDS = (
     'modules of the model, globs of names such as "layer4.*", '
@@ -354,7 +358,7 @@ def _set_apart(optimizer: Optimizer, chosen: set[int], given: Mapping[str, objec
         if not ours:
             continue
         if len(ours) < len(params):
-            group = split_group(optimizer, group, ours)
+            group = _split(optimizer, group, ours)
         for key, value in given.items():
             Setting(group, key).begin_at(value)
 
@@ -363,6 +367,209 @@ def _add(
     optimizer: Optimizer, params: Mapping[str, nn.Parameter], given: Mapping[str, object]
 ) -> None:
     """Add parameters to an optimizer as a new group."""
-    add_group(optimizer, params)
+    _add_group(optimizer, params)
     for key, value in given.items():
         Setting(optimizer.param_groups[-1], key).begin_at(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is trained in a state that was restored.
+#
+# A checkpoint has all of it. A script that is started again calls `freeze` and `unfreeze` again on
+# its way to the phase that it continues. That phase then continues with what the checkpoint says.
+
+_SLOT = "freeze"  # with the names of norm layers that stay in evaluation mode
+
+
+def keep_statistics(state: TrainState) -> set[nn.Module]:
+    """Put the norm layers whose statistics are frozen into evaluation mode, and return them."""
+    if not (kept := {*state.slots.get(_SLOT, ())}):
+        return set()
+    modules = unwrap(state).named_modules()
+    return {module.eval() for name, module in modules if strip_compile_prefix(name) in kept}
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """What is trained, and how, to put it back.
+
+    Args:
+        parameters: each parameter, and whether it requires gradients.
+        modules: each module, and whether it is in training mode.
+        groups: puts the groups of each optimizer back.
+        kept: the names of the norm layers whose statistics are frozen.
+    """
+
+    parameters: Sequence[tuple[Tensor, bool]]
+    modules: Sequence[tuple[nn.Module, bool]]
+    groups: Sequence[Callable[[], None]]
+    kept: tuple[str, ...]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Layout:
+        """Return the layout of a state."""
+        return cls(
+            [(p, p.requires_grad) for p in state.model.parameters()],
+            [(module, module.training) for module in state.model.modules()],
+            [Setting.hold(one) for one in optimizers_of(state).values()],
+            tuple(state.slots.get(_SLOT, ())),
+        )
+
+    def put_back(self, state: TrainState) -> TrainState:
+        """Return a state of the same model with this layout."""
+        for p, trained in self.parameters:
+            p.requires_grad_(trained)
+            if not trained:
+                p.grad = None
+        for module, training in self.modules:
+            module.training = training
+        for put_back in self.groups:
+            put_back()
+        Ownership.of(state).parameters.clear()
+        slots = {name: slot for name, slot in state.slots.items() if name != _SLOT}
+        kept = {_SLOT: [*self.kept]} if self.kept else {}
+        return attrs.evolve(state, slots=slots | kept)
+
+
+_restored: WeakKeyDictionary[Ownership, Layout] = WeakKeyDictionary()
+
+
+def note_restored(state: TrainState) -> None:
+    """Note what is trained in a state that was restored whole, for a phase that continues."""
+    if state.phases:
+        _restored[Ownership.of(state)] = Layout.of(state)
+
+
+def put_back_restored(state: TrainState, name: str | None) -> TrainState:
+    """Return the state as its checkpoint has it, if it continues or passes a phase of it.
+
+    Args:
+        state: the state that a run begins with.
+        name: the name of its phase, or None.
+    """
+    layout = _restored.get(owner := Ownership.of(state))
+    if layout is None:
+        return state
+    names = [phase.name for phase in state.phases]
+    if name not in names or name == names[-1]:
+        del _restored[owner]
+    return layout.put_back(state) if name in names else state
+
+
+# --------------------------------------------------------------------------------------------------
+# Groups that are made in a run; and those of a checkpoint, where `unfreeze` has changed them.
+
+
+def _split(optimizer: Optimizer, group: Group, positions: Iterable[int]) -> Group:
+    """Move some parameters of a group into a new one, with the same settings, and return that.
+
+    It does not have the name of the group, which only one may have.
+
+    Args:
+        optimizer: the optimizer.
+        group: its group.
+        positions: those of the parameters.
+    """
+    moved = set(positions)
+    params, names = group["params"], group.get("param_names")
+    entries = [*params] if names is None else [*zip(names, params, strict=True)]
+    # One call: what a schedule has set is the same object as the setting.
+    settings = copy.deepcopy(
+        {k: v for k, v in group.items() if k not in ("params", "param_names", "name")}
+    )
+    for kept in (params, names):
+        if kept is not None:
+            kept[:] = [one for i, one in enumerate(kept) if i not in moved]
+    given = [entry for i, entry in enumerate(entries) if i in moved]
+    optimizer.add_param_group({Setting.UNFROZEN: True, **settings, "params": given})
+    return optimizer.param_groups[-1]
+
+
+def _add_group(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
+    """Add parameters to an optimizer as a new group, with its defaults.
+
+    Args:
+        optimizer: the optimizer.
+        params: the parameters by name.
+    """
+    groups = optimizer.param_groups
+    has_names = bool(groups) and "param_names" in groups[0]
+    group: Group = {"params": [*(params.items() if has_names else params.values())]}
+    for key, value in optimizer.defaults.items():
+        if isinstance(value, Tensor):  # a schedule may have changed it, in the first group
+            shared = [one for one in groups if one.get(key) is value]
+            group[key] = (Setting(shared[0], key).initial if shared else value).clone()
+    optimizer.add_param_group({Setting.UNFROZEN: True, **group})
+
+
+def regroup(
+    optimizer: Optimizer,
+    known: Mapping[int, str],
+    parameters: Mapping[str, Tensor],
+    saved: Sequence[Group],
+    others: Collection[str],
+) -> None:
+    """Give an optimizer the groups of a checkpoint, if ``unfreeze`` explains the difference.
+
+    ``unfreeze`` moves parameters out of a group into a new one, and adds new ones. So the groups on
+    one side must follow from those on the other. Another difference is left for an error.
+
+    Args:
+        optimizer: the new optimizer.
+        known: id to name, of all parameters of the model and of the optimizer.
+        parameters: these parameters by name.
+        saved: the groups in the checkpoint: the names of their parameters, and their settings.
+        others: the names of the parameters of other optimizers.
+    """
+    names_in = lambda group: [known[id(p)] for p in group["params"]]
+    mine = [*map(names_in, optimizer.param_groups)]
+    theirs = [[*group["params"]] for group in saved]
+    if mine == theirs:
+        return
+    wanted = {name for group in theirs for name in group}
+    added = wanted.difference(*mine)
+    if not wanted <= parameters.keys() or not added.isdisjoint(others):
+        return
+    here = [bool(group.get(Setting.UNFROZEN)) for group in optimizer.param_groups]
+    there = [bool(group.get(Setting.UNFROZEN)) for group in saved]
+    if not (_follows(mine, theirs, there) or _follows(theirs, mine, here)):
+        return
+    # Groups that are left out lose nothing: the last loop says where each parameter is.
+    del optimizer.param_groups[len(theirs) :]
+    groups = optimizer.param_groups
+    source = {name: i for i, group in enumerate(mine) for name in group}
+    for names in theirs[len(groups) :]:
+        i = source.get(names[0]) if names else None
+        if i is None:
+            _add_group(optimizer, {name: parameters[name] for name in names})
+        else:
+            _split(optimizer, groups[i], map(names_in(groups[i]).index, names))
+    for group, names in zip(groups, theirs, strict=True):
+        group["params"][:] = [parameters[name] for name in names]
+        if "param_names" in group:
+            group["param_names"][:] = names
+
+
+def _follows(
+    before: Sequence[Sequence[str]], after: Sequence[Sequence[str]], made: Sequence[bool]
+) -> bool:
+    """Return whether ``unfreeze`` can have made groups of others.
+
+    Args:
+        before: the names in each group.
+        after: the names in each group after that.
+        made: whether each of the latter was made by ``unfreeze``.
+    """
+    known = {name for group in before for name in group}
+    if len(after) < len(before) or not known <= {name for group in after for name in group}:
+        return False
+    if not all(made[len(before) :]):
+        return False
+    source = {name: i for i, group in enumerate(before) for name in group}
+    kept = all(
+        [*filter({*new}.__contains__, old)] == [*new]
+        for old, new in zip(before, after, strict=False)
+    )
+    return kept and all(
+        len({source.get(name) for name in group}) <= 1 for group in after[len(before) :]
+    )

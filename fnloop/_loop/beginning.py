@@ -9,9 +9,8 @@ import attrs
 from fnloop._core.metrics import RECENT, Metrics
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
-from fnloop._core.saved import Pending, materialize
+from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState, bring, changed, trains_all
-from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Metric, name_of
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
@@ -70,7 +69,7 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     read = {name: m for name, m in state.metrics.items() if isinstance(m, Pending)}
     unseen = _unseen_metrics(step, {k.removeprefix(RECENT): m.kind for k, m in read.items()})
     made = {
-        name: materialize(like, metric)
+        name: Pending.fill(like, metric)
         for name, metric in read.items()
         if (like := unseen.get(name.removeprefix(RECENT))) is not None
     }
@@ -151,7 +150,8 @@ def _to_training_mode(state: TrainState) -> None:
             "(model.train())",
         )
         state.model.train()
-    keep_statistics(state)
+    for keep_statistics in extensions("norm layers that are frozen"):
+        keep_statistics(state)
 
 
 # --------------------------------------------------------------------------------------------------

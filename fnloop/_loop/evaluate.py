@@ -16,13 +16,13 @@ from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.metrics import Metrics
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, seed_host, torch_seeder
 from fnloop._core.state import Ownership, TrainState, check_not_stale
-from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import Visits, in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, check_loader
 from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._display.frames import leave_out_frames, short_traceback
+from fnloop._extensions import extensions
 from fnloop._loop.errors import READ_ONCE
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
@@ -299,7 +299,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
     step = PipelineStep.checked(step, "update_batchnorm")
     check_not_stale(state, "update_batchnorm")
     check_loader(loader, "update_batchnorm", alone=True)
-    kept = keep_statistics(state)
+    kept = _keep_statistics(state)
     norms = [norm for norm in batch_norms(state.model) if norm not in kept]
     if not norms:
         return Ownership.take(state)
@@ -310,7 +310,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
             state = step.init_slots(state, evaluation=True)
             with view(state, "save"), in_evaluation_mode(state.model):
                 state.model.train()
-                keep_statistics(state)
+                _keep_statistics(state)
                 for norm in norms:
                     norm.reset_running_stats()
                     norm.momentum = None  # the mean of all
@@ -370,6 +370,12 @@ def _merge(norms: Norms) -> None:
         if total[BATCHES]:  # it may be in a part of the model that was not used
             for name in STATISTICS:
                 norm.get_buffer(name).copy_(total[name] / total[BATCHES])
+
+
+def _keep_statistics(state: TrainState) -> set[nn.Module]:
+    """Put the norm layers whose statistics are frozen into evaluation mode, and return them."""
+    every = (keep(state) for keep in extensions("norm layers that are frozen"))
+    return {norm for kept in every for norm in kept}
 
 
 def _copied(norms: Norms) -> list[dict[str, Tensor]]:

@@ -35,7 +35,6 @@ from fnloop._core.state import (
     updates_of_call,
     without_metrics,
 )
-from fnloop._core.trained import put_back_restored
 from fnloop._core.types import START, Middleware, Step, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
@@ -154,7 +153,8 @@ class Plan:
             state = attrs.evolve(state, stop=reason_of(state.todo))
         for hook in BuiltIn.among(self.hooks):
             state = hook.take_back(state)
-        state = put_back_restored(state, self.phase)
+        for put_back_restored in extensions("what a phase trains"):
+            state = put_back_restored(state, self.phase)
         if self.counts_items:
             state = count_items(state)
             check_knows_items(state)

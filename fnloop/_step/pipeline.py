@@ -22,7 +22,7 @@ from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
-from fnloop._core.saved import has_pending, materialize
+from fnloop._core.saved import Pending
 from fnloop._core.several import Several
 from fnloop._core.state import (
     Ownership,
@@ -876,14 +876,14 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
         if member.init is None:
             continue
         name = member.name
-        if name in state.slots and not has_pending(state.slots[name]):
+        if name in state.slots and not Pending.is_in(state.slots[name]):
             continue
         state = bring(state, member.brings)
         if name not in state.slots:
             state = with_slot(state, name, _make(member.init, name, state))
-        elif has_pending(saved := state.slots[name]):
+        elif Pending.is_in(saved := state.slots[name]):
             with _kept_group_settings(state):
-                slot = materialize(_make(member.init, name, state), saved)
+                slot = Pending.fill(_make(member.init, name, state), saved)
             state = with_slot(state, name, slot)
     return state
 

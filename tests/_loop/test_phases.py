@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 import fnloop as fl
 from fnloop._extensions.checkpoints.counters import decode_phases
+from fnloop._extensions.checkpoints.format import STATE_SHAPE, check_shape
 from fnloop.testing import assert_same, toy, toy_loss
 
 ONES = [torch.ones(1)] * 4  # the gradient is 1
@@ -245,8 +246,8 @@ def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
     "saved", [3, [3], [{"name": "a"}], [{**ENDED, "step": -1}], [{**ENDED, "done": 1}]]
 )
 def test_damaged_phases_are_refused(saved):
-    with pytest.raises((TypeError, ValueError)):
-        decode_phases({"phases": saved})
+    with pytest.raises(fl.CheckpointError, match=r"a\.json is damaged: phases"):
+        check_shape({"history": [], "phases": saved}, STATE_SHAPE, "a.json")
     assert decode_phases({"phases": [ENDED]}) == (fl.Phase("a", 0, 0, 0, done=True),)
 
 

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._backend.containers import SEQUENCES
-from fnloop._core.saved import Pending
 from fnloop._extensions.checkpoints.serialize import as_flattened
-from fnloop.extend import checks, containers
+from fnloop.extend import Pending, checks, containers
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes),
     *(torch.dtype, np.ndarray, np.generic, Tensor),
-    *(Mapping, *SEQUENCES, set),
+    *(Mapping, *containers.SEQUENCES, set),
 )
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -11,16 +10,28 @@ from torch import Tensor
 
 from fnloop._core.history import Phase
 from fnloop._core.runs import Action, Append
-from fnloop._core.saved import has_pending
 from fnloop._core.state import TrainState
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import run_of
 from fnloop._extensions.checkpoints.format import COLLECTED, NEWER_FORMAT, log, shares_in
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode
 from fnloop._extensions.checkpoints.transfer import POSITIONS, Collecting, Load, Reading, set_fields
-from fnloop.extend import Ownership, Part, Stop, checks, collectives, rng
+from fnloop.extend import Ownership, Part, Pending, Stop, checks, collectives, rng
 
 COUNTS = (*TrainState.PLACE, "seed")  # those that are one number
+
+
+def counts_in(facts: Mapping[str, Json]) -> dict[str, int]:
+    """Return the saved counters that are one number.
+
+    Raises:
+        TypeError: one of them cannot be a counter.
+    """
+    # No epoch has more batches. One that begins after them would train on nothing.
+    for name, most in (("seed", (1 << 64) - 1), ("batch", 1 << 40)):
+        if type(value := facts[name]) is not int or not 0 <= value <= most:
+            raise TypeError(f"{name} is {value!r:.60}")
+    return {name: facts[name] for name in COUNTS}
 
 
 @attrs.frozen(kw_only=True)
@@ -53,11 +64,10 @@ class Cursor:
         Raises:
             TypeError: something cannot be part of one.
         """
-        counts, updates = check_counts(saved.facts), saved.facts.get("updates", {})
-        names = saved.state.updates
+        counts, updates = counts_in(saved.facts), saved.facts.get("updates", {})
         return cls(
             **counts,  # of an optimizer that had another name, those of all
-            updates={k: _check_count(k, updates.get(k, counts["step"])) for k in names},
+            updates={k: updates.get(k, counts["step"]) for k in saved.state.updates},
             generators=_decode_generators(saved),
             position=_decode_position(saved),
         )
@@ -66,23 +76,6 @@ class Cursor:
     def place(self) -> list[int]:
         """What orders the checkpoints of a run: updates tried, epochs, batches."""
         return [self.step + self.skipped, self.epoch, self.batch]
-
-
-def check_counts(facts: Mapping[str, Json]) -> dict[str, int]:
-    """Return the saved counters that are one number.
-
-    Raises:
-        TypeError: one of them cannot be a counter.
-    """
-    # No epoch has more batches than 2**40. One that begins after them would train on nothing.
-    most = {"seed": (1 << 64) - 1, "batch": 1 << 40}
-    return {name: _check_count(name, facts[name], most.get(name, 1 << 62)) for name in COUNTS}
-
-
-def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError(f"{name} is {value!r:.60}")
-    return value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -115,7 +108,7 @@ def _encode_positions(own: Json, tensors: dict[str, Tensor]) -> dict[str, Json]:
     added: dict[str, Tensor] = {}
     try:
         encoded = encode(every, added, POSITIONS)
-        if has_pending(decode(encoded, added)):
+        if Pending.is_in(decode(encoded, added)):
             raise TypeError(f"{POSITIONS} holds an object")
     except (TypeError, RecursionError) as error:
         log.warning(
@@ -212,8 +205,8 @@ def _decode_next(facts: Mapping[str, Json]) -> dict[str, object]:
 
 
 def check_counters(facts: Mapping[str, Json]) -> None:
-    """Raise TypeError unless a checkpoint has the counters of a run, and what it does next."""
-    check_counts(facts)
+    """Raise unless a checkpoint has the counters of a run, and what it does next."""
+    counts_in(facts)
     _decode_next(facts)
 
 
@@ -330,31 +323,8 @@ def _encode_phases(phases: Sequence[Phase]) -> list[dict[str, Json]]:
 
 
 def decode_phases(facts: Mapping[str, Json]) -> tuple[Phase, ...]:
-    """Return the phases that had begun when a checkpoint was saved.
-
-    Raises:
-        TypeError, ValueError: they cannot be phases.
-    """
-    saved = facts.get("phases", [])
-    if not isinstance(saved, list):
-        raise TypeError(f"phases is {saved!r:.60}")
-    return tuple(map(_decode_phase, saved))
-
-
-def _decode_phase(saved: Json) -> Phase:
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"a phase is {saved!r:.60}")
-    phase = Phase(**{**saved, "named": False})
-    checks.text("Phase", "name", phase.name, "its name")
-    counted = attrs.filters.include("step", "epoch", "records", "skipped")
-    counts = attrs.asdict(phase, recurse=False, filter=counted)
-    for name, count in (*counts.items(), *phase.updates.items()):
-        checks.integer("Phase", name, count, "a number", least=0)
-    if phase.items is not None:
-        checks.number("Phase", "items", phase.items, "a number of items", least=0)
-    if type(phase.done) is not bool or not isinstance(phase.stop, str | None):
-        raise TypeError(f"a phase is {saved!r:.60}")
-    return phase
+    """Return the phases that had begun when a checkpoint was saved."""
+    return tuple(Phase(**{**phase, "named": False}) for phase in facts.get("phases", ()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,25 +339,13 @@ def _save_seconds(saving: Collecting) -> dict[str, Json]:
 
 
 def _prepare_seconds(saved: Reading) -> Load:
-    seconds = _check_seconds(saved.facts)
+    seconds = float(saved.facts.get("seconds", 0.0))  # those of older versions do not have it
 
     def load(state: TrainState) -> TrainState:
         Ownership.of(state).seconds = seconds
         return state
 
     return load
-
-
-def _check_seconds(facts: Mapping[str, Json]) -> float:
-    """Return the time spent in runs; 0 in checkpoints of older versions, which do not have it.
-
-    Raises:
-        TypeError: it cannot be a time.
-    """
-    value = facts.get("seconds", 0.0)
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise TypeError(f"seconds is {value!r:.60}")
-    return float(value)
 
 
 TARGETS = "targets"  # a key of the facts

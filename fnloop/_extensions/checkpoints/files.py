@@ -202,7 +202,7 @@ def read_manifest(path: Path) -> dict[str, Json]:
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
     if found.st_size > LARGEST_MANIFEST:
         raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
-    manifest = parse_json(file.read_bytes(), file)
+    manifest = read_json(file)
     check_shape(manifest, dict, file)
     try:
         right = manifest.pop("check", None) == checksum_of_manifest(manifest)
@@ -239,13 +239,9 @@ def read_json(file: Path, content: bytes | None = None) -> Json:
         CheckpointError: it is not JSON.
         OSError: it cannot be read.
     """
-    return parse_json(file.read_bytes() if content is None else content, file)
-
-
-def parse_json(data: bytes, file: Path) -> Json:
-    """Return what the content of a file of JSON means, or raise CheckpointError."""
+    content = file.read_bytes() if content is None else content
     try:
-        return json.loads(data)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
@@ -371,14 +367,10 @@ def readable_manifest(path: Path) -> dict[str, Json] | None:
 # folder with a valid manifest is a complete checkpoint, no matter when the process was killed.
 
 
-def write_checkpoint(
-    contents: Contents,
-    path: Path,
-    facts: Mapping[str, Json] | None = None,
-    *,
-    in_own_folder: bool = False,
-) -> Path:
-    """Write contents to a temporary folder, flush them to the disk, and rename the folder.
+class Writing:
+    """A checkpoint that is being written, of which the main process has one.
+
+    It is a temporary folder next to the path. ``close`` removes the folder, if it is still there.
 
     Args:
         contents: what to write.
@@ -386,24 +378,6 @@ def write_checkpoint(
         facts: additional entries for the manifest.
         in_own_folder: whether the parent folder belongs to this run and the hook chose the name.
             Then a checkpoint with a damaged manifest is replaced too.
-
-    Returns:
-        The absolute path.
-
-    Raises:
-        CheckpointError: there is something else at the path.
-    """
-    with contextlib.closing(Writing(contents, path, facts, in_own_folder)) as writing:
-        return writing.commit(write_files(contents, writing.folder))
-
-
-class Writing:
-    """A checkpoint that is being written, of which the main process has one.
-
-    It is a temporary folder next to the path. ``close`` removes the folder, if it is still there.
-
-    Args:
-        contents, path, facts, in_own_folder: as in :func:`write_checkpoint`.
 
     Raises:
         CheckpointError: there is something else at the path.
@@ -426,6 +400,12 @@ class Writing:
         self._facts = {"format_version": contents.facts["format_version"], **kept, **(facts or {})}
         self._stack = contextlib.ExitStack()
         self.folder = self._stack.enter_context(_temporary_folder(self.path))
+        self._contents = contents
+
+    def complete(self) -> Path:
+        """Write all files, and make it a checkpoint. Return the absolute path."""
+        with contextlib.closing(self):
+            return self.commit(write_files(self._contents, self.folder))
 
     def commit(self, files: Mapping[str, Json]) -> Path:
         """Write the manifest and rename the folder. Return the absolute path.
@@ -484,32 +464,23 @@ def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection
     if not disk.is_folder(path):
         reason = "it is a file" if disk.exists(path) else "it is a link to nothing"
     else:
-        names = {file.name for file in path.iterdir()}
-        known = {*FILES, MANIFEST, *files}
-        damaged = even_damaged and len(names) > 1 and not _is_newer(path)
+        names, known = {file.name for file in path.iterdir()}, {*FILES, MANIFEST, *files}
+        listed: Collection[str] = ()
+        try:
+            listed = read_manifest(path)["files"]
+        except NewerFormatError:
+            even_damaged = False
+        except (CheckpointError, FileNotFoundError):
+            pass
+        damaged = even_damaged and len(names) > 1
         if names <= (known if damaged else set()):
             return
-        known |= _files_in_manifest(path)
+        known |= {*listed}
         reason = f"it contains {min(names - known, default='another manifest')}"
     raise CheckpointError(
         f"{path} exists and is not a checkpoint: save to another path "
         f"({reason}; it was not changed)"
     )
-
-
-def _files_in_manifest(path: Path) -> set[str]:
-    try:
-        return {*read_manifest(path)["files"]}
-    except (CheckpointError, FileNotFoundError):
-        return set()
-
-
-def _is_newer(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except (CheckpointError, FileNotFoundError) as error:
-        return isinstance(error, NewerFormatError)
-    return False
 
 
 @contextlib.contextmanager
@@ -677,12 +648,12 @@ def write_by_all(contents: Contents, path: Path, what: str, send: SendFiles | No
 
     Args:
         contents: what this process writes.
-        path: as in :func:`write_checkpoint`.
+        path: the folder to create, as in :class:`Writing`.
         what: what waits for it, as errors name it.
         send: as in :class:`SharedWrite`.
     """
     if not contents.index:
-        return collectives.on_main_process(lambda: write_checkpoint(contents, path), what)
+        return collectives.on_main_process(lambda: Writing(contents, path).complete(), what)
     shared = SharedWrite(contents, lambda: Writing(contents, path), what, send)
     try:
         shared.write()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -83,6 +84,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
+
+
 def _is_number_text(value: object) -> bool:
     with contextlib.suppress(ValueError):
         return isinstance(value, str) and float(value) is not None
@@ -126,11 +131,12 @@ _OPTIMIZER: Shape = {
     "on_host?": NAMES,
 }
 _PHASE: Shape = {
-    "name": str,
+    "name": lambda value: isinstance(value, str) and bool(value.strip()),
     **dict.fromkeys(("step", "epoch", "records", "skipped?"), COUNT),
     "stop?": (None, str),
     "done?": bool,
     "updates?": {"*": COUNT},
+    "items?": lambda value: value is None or _is_amount(value),
 }
 STATE_SHAPE: Shape = {
     "parts?": [_is_part],
@@ -146,7 +152,7 @@ STATE_SHAPE: Shape = {
     "stop?": (None, str),
     "exact?": bool,
     "brought?": {"*": {"all?": ANY, "each?": list}},
-    "seconds?": NUMBER,
+    "seconds?": _is_amount,
     "updates?": {"*": COUNT},
     "phases?": [_PHASE],
     "targets?": {"epochs": (None, COUNT), "steps": (None, COUNT)},

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.parts import Load, Part
+from fnloop._core.parts import Load
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import changed_for, is_apart, view
 from fnloop._extensions.checkpoints.format import (
@@ -43,6 +43,7 @@ from fnloop._extensions.checkpoints.torch_compat import (
 from fnloop._extensions.checkpoints.transfer import Collecting, Reading
 from fnloop.extend import (
     Ownership,
+    Part,
     checks,
     collectives,
     containers,
@@ -69,9 +70,7 @@ def _save_model(saving: Collecting) -> dict[str, Json]:
     With the optimizers, those of training get a file of their own if they may be others.
     """
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
-    saving.learning = {
-        torch_compat.strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad
-    }
+    saving.learning = _learning(module)
     others = changed_for(saving.state, "save")
     with view(saving.state, "save"):
         facts = _encode_module(saving)
@@ -140,13 +139,13 @@ def _encode_model(
     With ``trained``, only the parameters that require gradients are saved.
     """
     extra, pairs = {}, []
-    learning = {name for name, p in _parameters(module) if p.requires_grad} if trained else ()
+    learning = _learning(module) if trained else ()
     if trained and not learning:
         raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
     for spelled, value in module.state_dict().items():
-        if trained and spelled not in learning:
-            continue
         name = torch_compat.strip_compile_prefix(spelled)
+        if trained and name not in learning:
+            continue
         if isinstance(value, Tensor):
             tensors[name] = as_safetensor(value, f"model.{name}")
             pairs += [name] if value.dtype in PAIRS else []
@@ -159,11 +158,10 @@ def _encode_model(
     }
     if trained:
         return facts
-    frozen = [name for name, p in _parameters(module) if not p.requires_grad]
     evaluating = [name for name, m in module.named_modules() if not m.training]
     return {
         **facts,
-        "frozen": list(map(torch_compat.strip_compile_prefix, frozen)),
+        "frozen": [name for name, p in _parameters(module) if not p.requires_grad],
         "evaluating": list(map(torch_compat.strip_compile_prefix, evaluating)),
     }
 
@@ -572,20 +570,13 @@ def _trained_parts(found: Named, saved: Reading) -> Named:
     """Return what a checkpoint holds of the parameters that required gradients."""
     if "model" not in held_parts(saved.facts):
         return found
-    names = {
-        torch_compat.strip_compile_prefix(name) for name, _ in _parameters(unwrap(saved.state))
-    }
-    names -= {*saved.facts["model"]["frozen"]}
+    names = {*dict(_parameters(unwrap(saved.state)))} - {*saved.facts["model"]["frozen"]}
     return {name: value for name, value in found.items() if name in names}
 
 
 def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
     """Warn if there are parameters to train that the checkpoint does not hold."""
-    learning = {
-        torch_compat.strip_compile_prefix(name)
-        for name, p in _parameters(module)
-        if p.requires_grad
-    }
+    learning = _learning(module)
     if untrained := [name for name in missing if name in learning]:
         log.warning(
             "restore: not in the checkpoint, left unchanged: %s", checks.join_names(untrained)
@@ -593,7 +584,14 @@ def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
+    """Return all parameters with their names, of which a tied one has several."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [(torch_compat.strip_compile_prefix(name), p) for name, p in named]
+
+
+def _learning(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    return {name for name, p in _parameters(module) if p.requires_grad}
 
 
 def model_tensors(saved: Reading, training: bool = False) -> dict[str, Tensor]:

@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._core.optimizers import Group
-from fnloop._core.saved import Pending
-from fnloop._core.settings import UNFROZEN
 from fnloop._core.state import TrainState
-from fnloop._core.trained import Groups, add_group, split_group
+from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.compare import describe_value, find_difference
 from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded, log
 from fnloop._extensions.checkpoints.named import (
@@ -51,7 +49,16 @@ from fnloop._extensions.checkpoints.serialize import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.shapes import resized
-from fnloop.extend import Ownership, Setting, checks, collectives, containers, fsdp, number_in
+from fnloop.extend import (
+    Ownership,
+    Pending,
+    Setting,
+    checks,
+    collectives,
+    containers,
+    fsdp,
+    number_in,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
@@ -67,6 +74,7 @@ from fnloop.extend import Ownership, Setting, checks, collectives, containers, f
 # entries that no update has changed since are then copies, which do not count at the next save.
 
 _SEVERAL = "several"
+WHAT = "its optimizer"  # what a process cannot save, in messages
 LOCAL = "local"  # of the facts of an optimizer: [["state", parameter, key], ranks] of each entry
 _Names = Sequence[str]
 Entry = tuple[str, ...]  # the name of the optimizer, and the path in its facts
@@ -123,7 +131,9 @@ def prepare_loads(
     groups = {name: len(one.optimizer.param_groups) for name, one in named.items()}
     for name, one in named.items():
         others = {p for other, names in held.items() if other != name for p in names}
-        regroup(one, facts[name]["param_groups"], others)
+        for regroup in extensions("groups of a checkpoint"):
+            everything = {**one.own, **one.parameters()}
+            regroup(one.optimizer, one.names, everything, facts[name]["param_groups"], others)
     loads = []
     for name, one in named.items():
         part = _part(saved, name, facts[name])
@@ -234,21 +244,18 @@ def merge_processes(
     """
     if state.backend.world_size == 1:
         return encode_optimizers(state, tensors), {}
-    facts, error, copies = {}, None, Ownership.of(state).notes.get("copies", {})
-    try:
-        facts = encode_optimizers(state, tensors)
-    except Exception as failure:  # the other processes wait for an answer
-        error = failure
-    mine, named = dict(_entries(facts)), NamedOptimizer.of_state(state)
-    groups = [one.group_names() for one in named.values()]
-    # A number, because this is gathered at every checkpoint, and nearly always all are alike.
-    names = zlib.crc32(repr((groups, sorted(mine))).encode())
-    failed = error and f"{type(error).__name__}: {error}"
-    marks = collectives.gather_from_all((names, bool(copies), failed), COLLECTED)
-    if error is not None:
-        raise error
-    _check_all_saved([failed for *_, failed in marks])
-    if set(marks) == {(names, False, None)}:
+    facts, mine = dict[str, Json](), dict[Entry, Json]()
+    named, copies = NamedOptimizer.of_state(state), Ownership.of(state).notes.get("copies", {})
+
+    def encode_names() -> tuple[int, bool]:
+        facts.update(encode_optimizers(state, tensors))
+        mine.update(_entries(facts))
+        groups = [one.group_names() for one in named.values()]
+        # A number, because this is gathered at every checkpoint, and nearly always all are alike.
+        return zlib.crc32(repr((groups, sorted(mine))).encode()), bool(copies)
+
+    marks = gather_encoded(encode_names, WHAT, CheckpointError)
+    if {*marks} == {(marks[0][0], False)}:
         return facts, {}
     check_groups(state)
     every = collectives.gather_from_all(([*mine], [*copies]), COLLECTED)
@@ -270,26 +277,6 @@ def merge_processes(
         COLLECTED,
     )
     return _merge(facts, doubtful, offers, state)
-
-
-def encode_own_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> list[dict[str, Json]]:
-    """Do what :func:`encode_optimizers` does, where each process has others. A collective.
-
-    Returns:
-        The facts of every process, by rank.
-
-    Raises:
-        TypeError, CheckpointError: something cannot be saved; the message names it.
-    """
-    encode = lambda: encode_optimizers(state, tensors)
-    return gather_encoded(encode, "its optimizer", CheckpointError)
-
-
-def _check_all_saved(failures: Sequence[str | None]) -> None:
-    """Raise if another process has failed; ``failures`` are the errors by rank."""
-    for rank, failed in enumerate(failures):
-        if failed is not None:
-            raise CheckpointError(f"process {rank} cannot save its optimizer: {failed}")
 
 
 def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:
@@ -453,9 +440,8 @@ def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# One optimizer: what every field of it is, and how all fields are saved and loaded.
-#
-# The table of the fields is at the end of this file.
+# One optimizer: its groups; the state of its parameters, or its own state_dict, which has the
+# settings too; and the parameters that the model does not have.
 
 
 @attrs.frozen(eq=False)
@@ -488,31 +474,15 @@ class SavedOptimizer:
 Load = Callable[[], None]
 
 
-def _load_nothing() -> None:
-    pass
-
-
-class _Field(NamedTuple):
-    """A part of an optimizer in a checkpoint.
-
-    Args:
-        save: returns its facts, and adds its tensors: ``(optimizer, tensors) -> facts``.
-        prepare: checks what was saved, and returns how to load it: ``(optimizer, saved) -> load``.
-    """
-
-    save: Callable[[NamedOptimizer, dict[str, Tensor]], dict[str, Json]]
-    prepare: Callable[[NamedOptimizer, SavedOptimizer], Load]
-
-
 def encode_optimizer(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
     """Return the facts of an optimizer, and add its tensors to ``tensors``.
 
     Raises:
         TypeError, CheckpointError: something in it cannot be saved; the message says where it is.
     """
-    facts: dict[str, Json] = {"class": named.class_name}
-    for field in FIELDS:
-        facts |= field.save(named, tensors)
+    facts: dict[str, Json] = {"class": named.class_name, **_save_groups(named, tensors)}
+    facts |= (_save_state_dict if named.has_own_state_dict else _save_state)(named, tensors)
+    _save_beside(named, tensors)
     return facts
 
 
@@ -535,7 +505,10 @@ def prepare_load(named: NamedOptimizer, saved: SavedOptimizer, strict: bool = Tr
         )
     saved = attrs.evolve(saved, mismatched=_check_parameters(named, saved, strict))
     try:
-        loads = [field.prepare(named, saved) for field in FIELDS]
+        prepared = [_prepare_groups, _prepare_state]
+        if "state_dict" in saved.facts:  # which has the settings and the state
+            prepared = [_prepare_state_dict]
+        loads = [prepare(named, saved) for prepare in (*prepared, _prepare_beside)]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{saved.path}: the optimizer's state cannot be restored: "
@@ -606,14 +579,12 @@ def _save_groups(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str,
     groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
     for i, (names, group) in enumerate(groups):
         # What is in its own state_dict is not saved twice.
-        settings = {k: v for k, v in group.items() if k == UNFROZEN and v} if own else group
+        settings = {k: v for k, v in group.items() if k == Setting.UNFROZEN and v} if own else group
         encoded.append({"params": names, **_encode_group(settings, tensors, f"param_groups.{i}")})
     return {"param_groups": encoded}
 
 
 def _prepare_groups(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
-    if "state_dict" in saved.facts:
-        return _load_nothing
     groups = named.optimizer.param_groups
     pairs = zip(groups, saved.facts["param_groups"], strict=False)
     settings = [
@@ -918,8 +889,6 @@ NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of 
 
 
 def _save_state(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if named.has_own_state_dict:
-        return {}
     state, on_host = named.holder.state, []
     facts: dict[str, Json] = {"state": {}}
     names = {id(p): name for name, p in named.parameters().items()}
@@ -939,8 +908,6 @@ def _save_state(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _prepare_state(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
-    if "state_dict" in saved.facts:
-        return _load_nothing
     parameters, held = named.parameters(), named.holder.state
     state = {parameters[name]: v for name, v in _decode_state(named, saved).items()}
     state |= decode(saved.facts.get("state_of_all", {}), saved.tensors)
@@ -1097,8 +1064,6 @@ def _may_be_state(
 
 
 def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if not named.has_own_state_dict:
-        return {}
     if named.sharded:
         raise CheckpointError(
             f"{named.class_name} has its own state_dict and the model is sharded over processes, "
@@ -1109,14 +1074,12 @@ def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[
 
 
 def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
-    if "state_dict" not in saved.facts:
-        return _load_nothing
     optimizer, class_name = named.optimizer, named.class_name
     if saved.mismatched:
         log.warning(
             "restore: left unchanged: the state of %s, which has other parameters", class_name
         )
-        return _load_nothing
+        return lambda: None
     device = _device_of(optimizer.param_groups)
     held = optimizer.state_dict()
     expected = _decode_state_dict(saved.facts["state_dict"], held, saved, device)
@@ -1242,11 +1205,10 @@ def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list
 # The parameters that the model does not have: no other file of a checkpoint has them.
 
 
-def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
+def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
     for name, p in named.parameters().items():
         if name in named.foreign:
             tensors[f"parameter.{name}"] = as_safetensor(p, name)
-    return {}
 
 
 def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
@@ -1294,13 +1256,13 @@ class _Held(NamedTuple):
     optimizer: Optimizer
     attributes: dict[str, object]
     state: dict[Tensor, object]
-    groups: Groups
+    put_groups_back: Callable[[], None]
 
     @classmethod
     def by(cls, optimizer: Optimizer) -> _Held:
         """Return what an optimizer holds now."""
         state = {key: containers.map_leaves(held) for key, held in optimizer.state.items()}
-        return cls(optimizer, dict(vars(optimizer)), state, Groups.of(optimizer))
+        return cls(optimizer, dict(vars(optimizer)), state, Setting.hold(optimizer))
 
     def put_back(self) -> None:
         """Give it back to the optimizer."""
@@ -1308,85 +1270,4 @@ class _Held(NamedTuple):
         vars(self.optimizer).update(self.attributes)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
-        self.groups.put_back(self.optimizer)
-
-
-# --------------------------------------------------------------------------------------------------
-# Give an optimizer the parameter groups that a checkpoint has, where `unfreeze` changed them.
-
-
-def regroup(
-    named: NamedOptimizer, saved: Sequence[Mapping[str, Json]], others: Collection[str]
-) -> None:
-    """Give an optimizer the groups of a checkpoint, if ``unfreeze`` explains the difference.
-
-    ``unfreeze`` moves parameters out of a group into a new one, and adds new ones. So the groups on
-    one side must follow from those on the other. Another difference is left for an error.
-
-    Args:
-        named: the new optimizer.
-        saved: the groups in the checkpoint: the names of their parameters, and their settings.
-        others: the names of the parameters of other optimizers.
-    """
-    optimizer = named.optimizer
-    mine, theirs = named.group_names(), [[*group["params"]] for group in saved]
-    if mine == theirs:
-        return
-    parameters = {**named.own, **named.parameters()}
-    wanted = {name for group in theirs for name in group}
-    added = wanted.difference(*mine)
-    if not wanted <= parameters.keys() or not added.isdisjoint(others):
-        return
-    here = [bool(group.get(UNFROZEN)) for group in optimizer.param_groups]
-    there = [bool(group.get(UNFROZEN)) for group in saved]
-    if not (_follows(mine, theirs, there) or _follows(theirs, mine, here)):
-        return
-    # Groups that are left out lose nothing: the last loop says where each parameter is.
-    del optimizer.param_groups[len(theirs) :]
-    groups = optimizer.param_groups
-    source = {name: i for i, group in enumerate(mine) for name in group}
-    for names in theirs[len(groups) :]:
-        i = source.get(names[0]) if names else None
-        if i is None:
-            add_group(optimizer, {name: parameters[name] for name in names})
-        else:
-            held = [named.names[id(p)] for p in groups[i]["params"]]
-            split_group(optimizer, groups[i], map(held.index, names))
-    for group, names in zip(groups, theirs, strict=True):
-        group["params"][:] = [parameters[name] for name in names]
-        if "param_names" in group:
-            group["param_names"][:] = names
-
-
-def _follows(before: Sequence[_Names], after: Sequence[_Names], made: Sequence[bool]) -> bool:
-    """Return whether ``unfreeze`` can have made groups of others.
-
-    Args:
-        before: the names in each group.
-        after: the names in each group after that.
-        made: whether each of the latter was made by ``unfreeze``.
-    """
-    known = {name for group in before for name in group}
-    if len(after) < len(before) or not known <= {name for group in after for name in group}:
-        return False
-    if not all(made[len(before) :]):
-        return False
-    source = {name: i for i, group in enumerate(before) for name in group}
-    kept = all(
-        [*filter({*new}.__contains__, old)] == [*new]
-        for old, new in zip(before, after, strict=False)
-    )
-    return kept and all(
-        len({source.get(name) for name in group}) <= 1 for group in after[len(before) :]
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The table of the fields. Of an optimizer with its own state_dict, that has the settings and state.
-
-FIELDS = (
-    _Field(_save_groups, _prepare_groups),
-    _Field(_save_state, _prepare_state),
-    _Field(_save_state_dict, _prepare_state_dict),
-    _Field(_save_beside, _prepare_beside),
-)
+        self.put_groups_back()

@@ -14,20 +14,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.parts import Held
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions import extensions
-from fnloop._extensions.checkpoints.counters import (
-    COUNTER_PARTS,
-    SECONDS,
-    decode_phases,
-)
-from fnloop._extensions.checkpoints.files import (
-    decode_history,
-)
+from fnloop._extensions.checkpoints.counters import COUNTER_PARTS, SECONDS, decode_phases
+from fnloop._extensions.checkpoints.files import decode_history
 from fnloop._extensions.checkpoints.format import (
     COLLECTED,
     TRAINED,
+    CheckpointError,
+    gather_encoded,
 )
 from fnloop._extensions.checkpoints.model import (
     MODEL,
@@ -37,10 +32,10 @@ from fnloop._extensions.checkpoints.model import (
 )
 from fnloop._extensions.checkpoints.named import NamedOptimizer
 from fnloop._extensions.checkpoints.optimizer import (
+    WHAT,
     SavedOptimizer,
     copies_in,
     encode_optimizers,
-    encode_own_optimizers,
     merge_processes,
     optimizers_kept_on_error,
     prepare_loads,
@@ -54,7 +49,14 @@ from fnloop._extensions.checkpoints.serialize import (
     plain_only,
 )
 from fnloop._extensions.checkpoints.shapes import forget_states
-from fnloop._extensions.checkpoints.transfer import Collecting, Load, Reading, held, set_fields
+from fnloop._extensions.checkpoints.transfer import (
+    Collecting,
+    HeldPart,
+    Load,
+    Reading,
+    held,
+    set_fields,
+)
 from fnloop._step.engine import engine_of
 from fnloop.extend import Ownership, Part, Running, checks
 
@@ -67,7 +69,7 @@ def _save_optimizers(saving: Collecting) -> dict[str, Json]:
     if not saving.own_optimizers:
         facts, saving.local = merge_processes(state, tensors)
         return {"optimizer": facts}
-    every = encode_own_optimizers(state, tensors)
+    every = gather_encoded(lambda: encode_optimizers(state, tensors), WHAT, CheckpointError)
     if not state.backend.main:
         saving.add_own(tensors, "optimizer/")
     return {"optimizer": every[0], "own_optimizers": [None, *every[1:]]}
@@ -261,7 +263,7 @@ def open_parts(state: TrainState) -> dict[str, Part]:
     slots, brought = state.slots, Ownership.of(state).brought
     found = {name: part for name, part in brought.items() if name in slots}
     for name, slot in slots.items():
-        if isinstance(slot, Held):
+        if isinstance(slot, HeldPart):
             found[name] = held(name)
         found |= {part.name: part for part in parts_of(slot)}
     return found | {part.name: part for part in engine_of(state).brings}

@@ -12,8 +12,12 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._core.state import TrainState, check_not_stale, unwrap
-from fnloop._core.trained import note_restored
+from fnloop._core.state import (
+    TrainState,
+    check_not_stale,
+    unwrap,
+)
+from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
@@ -196,7 +200,10 @@ def restore_contents(
     restored = Ownership.take(state)
     Ownership.of(restored).parameters.clear()
     if "counters" in parts:
-        note_restored(restored, whole=parts == PARTS)
+        Ownership.of(restored).restored = Ownership.generation_of(restored)
+    if parts == PARTS:
+        for note_restored in extensions("what a restored state trains"):
+            note_restored(restored)
     return restored
 
 

@@ -33,7 +33,6 @@ from fnloop._extensions.checkpoints.files import (
     run_of,
     serial_or_none,
     write_blocks,
-    write_checkpoint,
 )
 from fnloop._extensions.checkpoints.format import (
     FILES,
@@ -309,17 +308,12 @@ class RunFolder:
         Raises:
             CheckpointError: another run has begun in the folder.
         """
-        self._prepare(contents, history, name)
-        return write_checkpoint(contents, self.path / name, facts, in_own_folder=True)
+        return self.begin(contents, history, name, facts).complete()
 
     def begin(
         self, contents: Contents, history: History, name: str, facts: Mapping[str, Json]
     ) -> Writing:
         """Begin to write a checkpoint by all processes, on the main one: see :meth:`write`."""
-        self._prepare(contents, history, name)
-        return Writing(contents, self.path / name, facts, in_own_folder=True)
-
-    def _prepare(self, contents: Contents, history: History, name: str) -> None:
         run, path = contents.facts["run"], self.path / name
         existing = manifest_or_none(path)
         if existing is not None and run_of(path, existing) != run:
@@ -331,6 +325,7 @@ class RunFolder:
                 f"another run has begun in {self.path}: give each run a folder of its own"
             )
         write_blocks(self.path, contents.facts["blocks"], history, self._known_blocks)
+        return Writing(contents, path, facts, in_own_folder=True)
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes have left of checkpoints."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import local_part
-from fnloop._core.saved import Pending
-from fnloop.extend import checks, containers
+from fnloop.extend import Pending, checks, containers
 
 # --------------------------------------------------------------------------------------------------
 # Plain data and tensors to JSON and a flat mapping of tensors, and back.
@@ -389,7 +388,7 @@ def _check_text(text: str, path: str) -> str:
     return text
 
 
-def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
+def decode(value: Json, tensors: Mapping[str, Tensor]) -> Json:
     """Return what :func:`encode` was given, with :class:`Pending` for what is not plain data.
 
     Example:
@@ -432,26 +431,26 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_in(value: Json) -> Iterator[str]:
-    """Yield the names of the tensors in what :func:`encode` returned.
+    """Return the names of the tensors in what :func:`encode` returned.
 
     Example:
         >>> list(tensors_in(encode({"a": [torch.ones(1), 2.0]}, {}, "slots")))
         ['slots.a.0']
     """
-    if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
-        yield value["$tensor"]
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(inner)
+    return _values_of("$tensor", value)
 
 
 def kinds_in(value: Json) -> Iterator[str]:
-    """Yield the names of the classes in what :func:`encode` returned."""
-    if isinstance(value, dict) and "$saved" in value:
-        yield value["$saved"]
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from kinds_in(inner)
+    """Return the names of the classes in what :func:`encode` returned."""
+    return _values_of("$saved", value)
+
+
+def _values_of(mark: str, value: Json) -> Iterator[str]:
+    if isinstance(value, dict) and isinstance(value.get(mark), str):
+        yield value[mark]
+    inside = value.values() if isinstance(value, dict) else value
+    for inner in inside if isinstance(value, dict | list) else ():
+        yield from _values_of(mark, inner)
 
 
 def _dtype_of(name: str) -> torch.dtype:

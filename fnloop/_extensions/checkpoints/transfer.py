@@ -11,7 +11,6 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.history import History
-from fnloop._core.parts import Held, check_name
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.files import EncodedHistory
@@ -26,7 +25,7 @@ from fnloop._extensions.checkpoints.format import (
 )
 from fnloop._extensions.checkpoints.optimizer import Settings
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode, plain_only
-from fnloop.extend import Part
+from fnloop.extend import Part, Pending
 
 Load = Callable[[TrainState], TrainState]
 POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
@@ -208,7 +207,7 @@ def without_slot(state: TrainState, name: str) -> TrainState:
 
 
 @attrs.frozen(eq=False)
-class HeldPart(Held):
+class HeldPart(Pending):
     """What a checkpoint has of a part.
 
     ``parts`` has its entry, its file, and what this process has of its own.
@@ -216,7 +215,7 @@ class HeldPart(Held):
 
     path: Path
 
-    def restored_by(self, part: Part, state: TrainState) -> TrainState:
+    def brought_by(self, part: Part, state: TrainState) -> TrainState:
         """Return the state with what is held loaded by its part.
 
         Raises:
@@ -241,7 +240,7 @@ def held(name: str) -> Part:
     Raises:
         ValueError: no part could have this name.
     """
-    check_name("a checkpoint", name)
+    Part.check_name("a checkpoint", name)
 
     def save(saving: Collecting) -> dict[str, Json]:
         kept: Json = saving.state.slots[name].parts

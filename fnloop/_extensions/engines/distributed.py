@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._core.metrics import Last, Sum
-from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
@@ -41,6 +40,7 @@ from fnloop.extend import (
     Metric,
     Metrics,
     Ownership,
+    Pending,
     Running,
     Source,
     WeightedSum,

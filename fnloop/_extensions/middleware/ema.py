@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import like_sharded
-from fnloop._core.parts import TAKEN
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, copy_handles, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -295,7 +294,8 @@ Average.brings = (AVERAGES,)
 # --------------------------------------------------------------------------------------------------
 # The middleware.
 
-_FILES = (*TAKEN, AVERAGED)
+
+_FILES = (*Part.TAKEN, AVERAGED)
 # Middleware that others know by their names.
 _KNOWN = ("amp", "clip", "closure", "cuda_graph", "local_sgd", "plateau", "tbptt", "timings")
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop import decide
-from fnloop._core.saved import materialize
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
+    Pending,
     Setting,
     Stop,
     View,
@@ -495,7 +495,7 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
     for name, saved in kept["slots"].items():
         if name in slots:
             like, saved = copy.deepcopy((slots[name], saved), memo)
-            slots[name] = materialize(like, saved)
+            slots[name] = Pending.fill(like, saved)
     counters = {name: copy.copy(value) for name, value in kept["counters"].items()}
     skipped = state.step + state.skipped - counters["step"]
     return attrs.evolve(state, slots=slots, skipped=skipped, **counters)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.saved import has_pending
+from fnloop._core.saved import Pending
 from fnloop.testing import assert_same
 
 NUMBERS = torch.Generator().manual_seed(0)
@@ -111,7 +111,7 @@ def killed(run, at, make, folder):
 
 
 def assert_ended_the_same(state, expected):
-    if has_pending(state.slots.get("torch_scheduler")):  # no step has met the restored state
+    if Pending.is_in(state.slots.get("torch_scheduler")):  # no step has met the restored state
         state, expected = (attrs.evolve(one, slots={}) for one in (state, expected))
     assert_same(state, expected)
     assert layout(state) == layout(expected)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from saved import names
 
 import fnloop as fl
-from fnloop._core.parts import Held, Part
+from fnloop._core.parts import Part
+from fnloop._extensions.checkpoints.transfer import HeldPart
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -82,7 +83,7 @@ def test_the_hook_saves_it_and_resume_finds_it(tmp_path):
 
 def test_what_nothing_has_brought_is_kept_and_saved_again(tmp_path):
     state = fl.restore(fl.save(go(toy(), 2), tmp_path / "a"), toy())
-    assert isinstance(state.slots["seen"], Held)
+    assert isinstance(state.slots["seen"], HeldPart)
     state = fl.restore(fl.save(go(state, 4, PLAIN), tmp_path / "b"), toy())
     assert names(tmp_path / "b") == names(tmp_path / "a")
     assert seen(go(state, 5)) == ([1.0, 2.0, 1.0], [0, 1, 4])  # 3 and 4 had no such middleware

@@ -12,7 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
-from fnloop._core.saved import has_pending, materialize
+from fnloop._core.saved import Pending
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.serialize import decode, encode
 from fnloop.testing import toy
@@ -69,8 +69,8 @@ def test_objects_in_a_deque_are_materialized_and_a_counter_stays_one():
     saved = Seen(Counter("aab"), deque([Seen(Counter("c"), deque())], maxlen=2))
     template = Seen(Counter("b"), deque([Seen(Counter(), deque())], maxlen=2))
     decoded = decode(json.loads(json.dumps(encode([deque([saved])], {}, "x"))), {})
-    assert has_pending(decoded)
-    back = materialize([deque([template])], decoded)
+    assert Pending.is_in(decoded)
+    back = Pending.fill([deque([template])], decoded)
     assert back == [deque([saved])]
     assert type(back[0][0].counts) is Counter and back[0][0].recent.maxlen == 2
 

@@ -59,7 +59,7 @@ def test_errors_in_the_background_are_raised(tmp_path, monkeypatch, moment, rais
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fnloop._extensions.checkpoints.retention.write_checkpoint", full)
+    monkeypatch.setattr("fnloop._extensions.checkpoints.files.write_files", full)
     hook = moment(fl.checkpoint(tmp_path, background=True))
     with pytest.raises(OSError, match="No space left") as error:
         fit(wait_for_the_writer, hook, train=9)
