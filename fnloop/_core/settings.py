@@ -194,7 +194,7 @@ class Setting:
 
     @staticmethod
     def of_note(key: str) -> str:
-        """Return the key of the setting that a note is of; a key that is no note stays."""
+        """Return the key of the setting that a note is of; a key of a setting stays."""
         return re.sub(_NOTE, "", key)
 
     @staticmethod

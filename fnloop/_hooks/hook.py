@@ -222,7 +222,7 @@ class BuiltIn(Hook):
     """A hook with what those of the library have besides: it saves, stops, or knows the others.
 
     Its arguments are checked. Each method does nothing by default. What it notes, by :meth:`note`,
-    a run that is cut at this boundary has again, where the hook would decide anew.
+    a run that is cut at this boundary has again, where the hook would decide again.
 
     Attributes:
         saves: the parts of a state that it saves, which are tried beforehand.

@@ -41,7 +41,7 @@ def reports(folder):
         return fn
 
     on_main = fl.inspect(look("main"))
-    later = lambda state: kept.append(on_main._now.outputs is not None) or state
+    later = lambda state: kept.append(on_main._outputs is not None) or state
     on_valid, on_test = look("valid"), look("test")
     inspects = fl.inspect(on_valid, every=fl.every(epochs=2)), fl.inspect(on_test, loader="test")
     hooks = (*inspects, fl.on_main(on_main), later)

@@ -543,7 +543,7 @@ def _reader() -> str | None:
         if file.startswith(_PACKAGE):
             in_update = in_update or any(room in file for room in _UPDATES)
             if place is None or not in_update or file.endswith("_loop/evaluate.py"):
-                return None  # fnloop itself reads, where it may; or it is no update
+                return None  # fnloop itself reads, where it may; or it is not an update
         elif place is None and "/torch/" not in file:
             where = f"{Path(file).name}, line {frame.f_lineno}, in {code.co_name}"
             place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
