@@ -2,6 +2,7 @@
 
     python tests/deletion.py                     # each extension: two or three minutes for each
     python tests/deletion.py all                 # all at once: the kernel alone, half a minute
+    python tests/deletion.py halves              # about half of them at a time: half an hour
     python tests/deletion.py averages graphs
     python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_extensions/tools
 
@@ -614,7 +615,8 @@ def main():
     parser.add_argument("-n", default="auto", help="processes of pytest, default: %(default)s")
     args = parser.parse_args()
     failed = []
-    for name in args.names or EXTENSIONS:
+    halved = {"halves": [",".join(away) for away in halves()]}
+    for name in (each for name in args.names or EXTENSIONS for each in halved.get(name, [name])):
         with tempfile.TemporaryDirectory() as folder:
             tree = args.keep / name if args.keep else Path(folder)
             if check(name.split(","), tree, args.only, ["-n", args.n]):

@@ -40,13 +40,6 @@ def test_the_kernel_alone_passes_its_fast_tests(tmp_path, capfd):
 HALVES = [*deletion.halves()]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("away", HALVES, ids=range(len(HALVES)))
-def test_what_is_left_passes_its_fast_tests(away, tmp_path, capfd):
-    done = deletion.check(away, tmp_path, options=["-n", "2"])
-    assert done == 0, capfd.readouterr()
-
-
 def test_each_extension_is_once_away_while_another_is_there():
     tried = {(x, y) for away in HALVES for x in away for y in {*EXTENSIONS} - {*away}}
     names = {*EXTENSIONS} - {deletion.EVERY}
