@@ -616,7 +616,8 @@ def main():
     args = parser.parse_args()
     failed = []
     halved = {"halves": [",".join(away) for away in halves()]}
-    for name in (each for name in args.names or EXTENSIONS for each in halved.get(name, [name])):
+    given = args.names or EXTENSIONS
+    for name in (each for names in given for each in halved.get(names, [names])):
         with tempfile.TemporaryDirectory() as folder:
             tree = args.keep / name if args.keep else Path(folder)
             if check(name.split(","), tree, args.only, ["-n", args.n]):
